@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_library import CACHE
 from torch import nn
 
 import plait
@@ -36,10 +37,11 @@ pytestmark = [pytest.mark.xdist_group("xla"), pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
     """What each case found, by name."""
-    # Programs run a few times, so that XLA need not optimise them.
+    # Programs run a few times, so that XLA need not optimise them; equal programs are compiled once.
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    flags += " --xla_llvm_disable_expensive_passes=true"
-    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    flags += " --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(CACHE / "xla")}
+    env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
     run = subprocess.run([sys.executable, RANKS], env=env, capture_output=True, text=True, timeout=560, check=False)
     assert run.returncode == 0, run.stderr
     lines = {line["case"]: line for line in map(json.loads, run.stdout.splitlines())}
