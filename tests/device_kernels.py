@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from plait.comm.dry_run_world import DryRunWorld
 from plait.compile.capture.capture import capture
 from plait.compile.capture.precision import Precision
+from plait.compile.ir.node_info import info_of
 from plait.compile.memory_meter import Meter
 from plait.engine.compiler import Captures, Compiler
 from plait.plan.plan import Plan
@@ -30,16 +31,15 @@ MASKS = ("none", "causal", "boolean", "added", "learnt")
 TOKENS = 20  # no multiple of what the memory-efficient kernel wants of masks
 
 
-class Block(nn.Module):
+class Attention(nn.Module):
     def __init__(self, kernel: str, mask: str, dropout: float) -> None:
         super().__init__()
         self.kernel, self.mask, self.dropout = KERNELS[kernel], mask, dropout
-        self.norm, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.qkv = nn.Linear(32, 96)
         self.bias = nn.Parameter(torch.zeros(4, TOKENS, TOKENS)) if mask == "learnt" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
         mask = None
         if self.mask == "boolean":
             mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=x.device).tril()
@@ -47,7 +47,17 @@ class Block(nn.Module):
             mask = (torch.zeros(TOKENS, TOKENS, device=x.device) if self.bias is None else self.bias).to(q.dtype)
         with sdpa_kernel(self.kernel):
             mixed = F.scaled_dot_product_attention(q, k, v, mask, self.dropout, self.mask == "causal")
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return mixed.transpose(1, 2).flatten(2)
+
+
+class Block(nn.Module):
+    def __init__(self, kernel: str, mask: str, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.mixer, self.out = nn.LayerNorm(32), Attention(kernel, mask, dropout), nn.Linear(32, 32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.out(self.mixer(self.norm(x)))
         return x + self.down(F.gelu(self.up(x)))
 
 
@@ -79,16 +89,29 @@ def mean_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).float().square().mean()
 
 
+class Attentions(nn.Module):
+    """A block of each name, on its own copy of the input, in its own dtype."""
+
+    def __init__(self, cases: dict[str, tuple[str, str, float, torch.dtype]]) -> None:
+        super().__init__()
+        self.cases = nn.ModuleDict({n: Attention(*case).to(dtype) for n, (*case, dtype) in cases.items()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([each(x.to(each.qkv.weight.dtype)).float().mean() for each in self.cases.values()])
+
+
 def kernels() -> dict[str, Any]:
     """The ops of attention in a step by dtype, mask, dropout and kernel, for all that PyTorch's kernels take."""
-    found: dict[str, Any] = {}
-    for dtype, mask, dropout, kernel in itertools.product(DTYPES, MASKS, (0.0, 0.1), KERNELS):
-        if not _takes(kernel, dtype, mask) or (dropout and (kernel != "efficient" or mask not in ("causal", "learnt"))):
-            continue
-        model, batch = Block(kernel, mask, dropout).to(DTYPES[dtype]), torch.zeros(2, TOKENS, 32, dtype=DTYPES[dtype])
-        step = capture(model, mean_loss, batch, device=DEVICE)
-        name = f"{dtype} {mask} {'dropout' if dropout else 'plain'} {kernel}"
-        found[name] = [str(n.target) for n in step.graph.nodes if "attention" in str(n.target)]
+    cases = {
+        f"{dtype} {mask} {'dropout' if dropout else 'plain'} {kernel}": (kernel, mask, dropout, DTYPES[dtype])
+        for dtype, mask, dropout, kernel in itertools.product(DTYPES, MASKS, (0.0, 0.1), KERNELS)
+        if _takes(kernel, dtype, mask) and (not dropout or (kernel == "efficient" and mask in ("causal", "learnt")))
+    }
+    step = capture(Attentions(cases), mean_loss, torch.zeros(2, TOKENS, 32), device=DEVICE)
+    found: dict[str, Any] = {name: [] for name in cases}
+    for node in step.graph.nodes:
+        if "attention" in str(node.target):
+            found[info_of(node).module.removeprefix("cases.")].append(str(node.target))
     return found
 
 

@@ -68,10 +68,10 @@ def test_attention_is_cut_over_samples_and_heads(case: str, found: dict[str, dic
     assert step["dtypes"] == [dtype]
     layouts = {name: text.removesuffix(" only:pipeline=0") for name, text in step["layouts"].items()}
     assert (
-        layouts["blocks.0.qkv.weight"] == "f32[96@tensor/3, 32]"
+        layouts["blocks.0.mixer.qkv.weight"] == "f32[96@tensor/3, 32]"
         and layouts["blocks.0.out.weight"] == "f32[32, 32@tensor]"
     )
-    assert layouts.get("blocks.0.bias", "f32[4@tensor, 20, 20]") == "f32[4@tensor, 20, 20]"
+    assert layouts.get("blocks.0.mixer.bias", "f32[4@tensor, 20, 20]") == "f32[4@tensor, 20, 20]"
 
 
 def test_convolutions_and_batch_norms_of_images(found: dict[str, dict[str, Any]]) -> None:
