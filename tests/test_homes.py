@@ -14,7 +14,6 @@ from pairs import covering
 from test_verify import Branches, Tied, gpt, gpt_batch, image_batch, image_loss
 from torch import Tensor
 from torch.fx import Node
-from zoo import ZOO
 
 import plait
 from plait.api.job.gpt import loss_fn
@@ -173,15 +172,6 @@ def verifier() -> plait.Verifier:
 def test_every_home_with_every_zero_stage(plan: str, verifier: plait.Verifier) -> None:
     report = verifier.verify(plan)
     assert report.ok, report
-
-
-@pytest.mark.parametrize("family", ["convnext", "lstm", "mixtral", "inception"])
-def test_families_from_disk(family: str) -> None:
-    """Layouts in memory that are not in the order of dims, values read late, sums over ranks in the way."""
-    verifier = plait.Verifier(*ZOO[family].make())
-    for mesh in ("", "data=2 zero=3", "tensor=2"):
-        report = verifier.verify(f"{mesh} bucket=8KiB {ALL}")
-        assert report.ok, f"{family} {mesh}\n{report}"
 
 
 @pytest.mark.parametrize("mesh", ["data=2 zero=1", "tensor=2", "data=2 zero=3 precision=bf16 micro=2"])
