@@ -294,9 +294,23 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(self.tokens(tokens))[0])  # type: ignore[no-any-return]
 
 
+class WithClass(nn.Module):
+    """Puts a position of its own before those of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.own, self.head = nn.Embedding(32, 8), nn.Parameter(torch.ones(1, 1, 8)), nn.Linear(8, 32)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.cat([self.own.expand(len(tokens), -1, -1), self.tokens(tokens)], 1)
+        return self.head(self.layer(x)[:, 1:])  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("make", "plan", "batch", "why"),
     [
+        (WithClass, "context=2", tokens() % 32, "aten.cat.*a CLS token is, have them in the batch instead"),
         (model, "context=7", tokens(), "context=7 does not divide the sequence of 25 positions.*pad it to 28"),
         (lambda: model(key_heads=1), "context=2 context.kind=ulysses", tokens(), "heads.*use context.kind=ring"),
         (model, "context=2 context.kind=ring data=2", tokens(8), "does not divide the sequence of 8|cannot split"),

@@ -136,6 +136,42 @@ def by_sum(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Ten
     return out
 
 
+def averaged_always(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    """The mean of no rows is no number, but there are none that it is taken from."""
+    for number, expert in enumerate(m.experts):
+        rows = x[mask := (ids == number).any(dim=-1)]
+        out[mask] += expert(rows - rows.mean(0))
+    return out
+
+
+def by_method(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number in range(EXPERTS):
+        add_rows(m, number, x, top, ids, out)
+    return out
+
+
+def add_rows(m: Counting, number: int, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> None:
+    token, place = torch.where(ids == number)
+    if token.numel() == 0:
+        return
+    out[token] += m.experts[number](x[token]) * top[token, place, None]
+
+
+def by_function(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number in range(EXPERTS):
+        out = with_rows(m, number, x, top, ids, out)
+    return out
+
+
+def with_rows(m: Counting, number: int, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    mask = ids == number
+    if not mask.any():
+        return out
+    token, place = torch.where(mask)
+    out = out.index_add(0, token, m.experts[number](x[token]) * top[token, place, None])
+    return out
+
+
 def each_its_own(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
     for number, act in enumerate((F.relu, F.silu, torch.tanh, F.gelu)):
         token, place = torch.where(ids == number)
@@ -145,10 +181,10 @@ def each_its_own(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) 
     return out
 
 
-TOGETHER = [by_numel, by_size, by_length, as_mixtral, of_the_hit, by_mask, as_deepseek]
+TOGETHER = [by_numel, by_size, by_length, as_mixtral, of_the_hit, by_mask, as_deepseek, by_method, by_function]
 
 
-@pytest.mark.parametrize("loop", [*TOGETHER, as_tutorials, by_sum, each_its_own])
+@pytest.mark.parametrize("loop", [*TOGETHER, as_tutorials, by_sum, each_its_own, averaged_always])
 def test_experts_without_rows_may_be_left_out(loop: Loop) -> None:
     report = plait.verify(*_with_loss(*made(loop)), "data=2")
     assert report.ok, report
@@ -356,6 +392,18 @@ DEPENDENT = [
     more_than_one, more_than_two, of_another, otherwise, only_without, stopped, returned, averaged, divided,
     divided_by_length, last_that_ran, drawn, all_rows,
 ]  # fmt: skip
+
+
+def dropped(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        mask = (ids == number).any(-1)
+        out[mask] += F.dropout(expert(x[mask]), 0.1)
+    return out
+
+
+def test_dropout_of_rows_is_named() -> None:
+    with pytest.raises(CaptureError, match="dropout draws as many numbers as there are rows; apply it to all rows"):
+        capture(*_with_loss(*made(dropped)))
 
 
 @pytest.mark.parametrize("loop", DEPENDENT)

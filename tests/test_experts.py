@@ -231,6 +231,36 @@ def test_ids_of_the_batch_may_count_from_the_end() -> None:
     assert verifier.verify("data=2").ok
 
 
+class Divided(Layer):
+    """As DBRX has them: the weights of all experts as one matrix, which is viewed."""
+
+    def __init__(self) -> None:
+        super().__init__(looked_up, bias=False)
+        self.flat = nn.Parameter(self.up.detach().reshape(-1, INNER))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = self.before(x).flatten(0, -2)
+        top, ids = self.gate(flat).softmax(-1).topk(CHOSEN, -1)
+        out = torch.zeros_like(flat)
+        mask, hit = mask_of(ids, EXPERTS)
+        for expert in hit:
+            place, token = torch.where(mask[expert[0]])
+            inner = flat[token].matmul(self.flat.view(-1, WIDTH, INNER)[expert[0]])
+            out.index_add_(0, token, F.silu(inner).matmul(self.down[expert[0]]) * top[token, place, None])
+        return out.view(x.shape)
+
+
+def test_weights_of_all_experts_as_one_matrix() -> None:
+    torch.manual_seed(0)
+    model = Divided().double()
+    del model.up
+    assert expert_weights(graph_of(model, rows())) == {"parameter_flat": EXPERTS, "parameter_down": EXPERTS}
+    verifier = plait.Verifier(model, loss_fn, rows())
+    for plan in ("expert=2", "data=4 expert=4 zero=1"):
+        report = verifier.verify(plan)
+        assert report.ok, report
+
+
 # ---- what depends on the order stays as it was ----
 
 

@@ -253,6 +253,17 @@ def test_padding_that_changes_the_step_is_refused(model: Any, loss: Any, text: s
     assert caught.value.refusal is not None and "input_ids with 0, labels with -100" in caught.value.refusal.why
 
 
+def test_a_mask_of_each_position_for_each_other_is_named() -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return language(model, batch) + (batch["mask"][:, 0] @ model(batch["input_ids"])).sum() * 0
+
+    batch = labelled() | {"mask": torch.ones(4, 1, 13, 13, dtype=torch.float64)}
+    with pytest.raises(
+        PlanError, match=r"bucket:8 does not pad mask, whose shape \[4, 1, 13, 13\] has positions in two"
+    ):
+        plait.verify(made(Causal), loss, batch, "data=2 shapes=bucket:8")
+
+
 def test_a_batch_without_sequences_is_refused() -> None:
     with pytest.raises(PlanError, match="shapes=bucket:8 finds no sequence in the batch"):
         plait.verify(nn.Conv2d(3, 4, 3), lambda m, b: m(b).mean(), torch.randn(4, 3, 8, 8), "data=2 shapes=bucket:8")

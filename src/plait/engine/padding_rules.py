@@ -252,7 +252,14 @@ class _Search:
             if not differs:
                 return replace(trial, outputs=outputs)
             why = differs if not why or why.startswith("padded it raises") else why
-        raise PlanError(padding_changes(self._multiple, self._first, why))
+        raise PlanError(padding_changes(self._multiple, self._first, why, self._with_two_dims(self._given)))
+
+    def _with_two_dims(self, batch: Any) -> dict[str, tuple[int, ...]]:
+        """The shapes of tensors that are not padded, and have the length of one that is in two dims, by name."""
+        leaves = batch_leaves(batch)
+        lengths = {leaves[name].shape[dim] for name, dim in self._dims.items() if name in leaves}
+        others = {name: tuple(leaf.shape) for name, leaf in leaves.items() if name not in self._first}
+        return {name: s for name, s in others.items() if any(s[-2:] == (n, n) for n in lengths if n > 1)}
 
     def _reference(self) -> tuple[Any, StepValues, torch.dtype | None]:
         """A part of the batch, what it gives without padding, and the dtype in which that runs.

@@ -30,14 +30,25 @@ def nothing_to_pad(multiple: int) -> Refusal:
     )
 
 
-def padding_changes(multiple: int, values: Mapping[str, float], what: str) -> Refusal:
+def padding_changes(
+    multiple: int, values: Mapping[str, float], what: str, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> Refusal:
     """The refusal of a step whose loss, gradients or outputs padding changes.
 
     Args:
         values: the value with which each tensor was padded at first.
         what: what was different, in words.
+        shapes: of tensors that have positions in two dims, as a mask of each position for each other, by name.
     """
     shown = ", ".join(f"{name} with {value}" for name, value in values.items())
+    if shapes:
+        name, shape = next(iter(shapes.items()))
+        return Refusal(
+            f"shapes=bucket:{multiple} does not pad {name}, whose shape {list(shape)} has positions in two dims",
+            f"it pads {shown}; {what}",
+            "give a mask of [rows, positions], from which most models make that of each position for each other, or"
+            " leave shapes= out",
+        )
     return Refusal(
         f"shapes=bucket:{multiple} changes the step: {what}", f"it pads {shown}, and no other values make it exact",
         "let model and loss leave padding out (an attention_mask in the batch, labels of -100, plait.Weighted(sum,"

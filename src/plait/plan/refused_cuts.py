@@ -66,10 +66,12 @@ def little_of_the_step(axis: str, size: int, share: float, whole: Sequence[str])
     """
     if share >= _LEAST_SHARE:
         return None
+    joined = "if positions are put before those of the batch, as a CLS token is, have them in the batch instead; "
     return Refusal(
         f"{axis}={size} splits {100 * share:.0f}% of the floating-point operations",
         f"these need the whole sequence: {', '.join(whole[:4]) or 'all of them'}",
-        "use data=N or tensor=N, or name the dims that are the sequence with a batch_spec",
+        (joined if any(each.startswith("aten.cat.") for each in whole[:4]) else "")
+        + "use data=N or tensor=N, or name the dims that are the sequence with a batch_spec",
     )  # fmt: skip
 
 

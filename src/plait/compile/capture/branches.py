@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import dis
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType, FrameType
+from typing import Any
 
 _MAX_STEPS = 400  # instructions to follow in order to decide whether a branch only raises
 _BETWEEN = ("CACHE", "EXTENDED_ARG")  # do nothing
@@ -170,7 +171,7 @@ def _part(code: CodeType, every: Sequence[dis.Instruction], at: int) -> Part | N
     on_true, on_false = targets
     for runs, inside, outside in ((True, on_true, on_false), (False, on_false, on_true)):
         join = flow.skip_idle(outside)
-        found = flow.reached(inside, join)
+        found = flow.reached(inside, flow.same_ends(join))
         if not found or at in found or any(every[i].opname.startswith(_LEAVES) for i in found):
             continue
         assigned = {name for i in found for name in _assigned(every[i])}
@@ -238,13 +239,27 @@ class _Flow:
         name = self.every[at].opname
         return name.startswith("JUMP") and "IF" not in name
 
-    def reached(self, start: int, end: int) -> set[int]:
-        """What runs from `start` on, before `end`."""
+    def same_ends(self, at: int) -> set[int]:
+        """Where the same goes on as from here: here, and if the function returns, wherever it returns the same."""
+        end = self._returned(at)
+        return {at} | {i for i in range(len(self.every)) if end is not None and self._returned(i) == end}
+
+    def _returned(self, at: int) -> tuple[Any, ...] | None:
+        """The local variable or constant that the function returns at once; None if it does anything else."""
+        one = self.every[at]
+        if one.opname == "RETURN_CONST":
+            return "LOAD_CONST", one.arg
+        if one.opname in ("LOAD_CONST", "LOAD_FAST", "LOAD_FAST_BORROW") and at + 1 < len(self.every):
+            return (one.opname, one.arg) if self.every[at + 1].opname == "RETURN_VALUE" else None
+        return None
+
+    def reached(self, start: int, ends: Collection[int]) -> set[int]:
+        """What runs from `start` on, before any of the ends."""
         found: set[int] = set()
         todo = [start]
         while todo:
             at = todo.pop()
-            if at not in found and at != end:
+            if at not in found and at not in ends:
                 found.add(at)
                 todo += self.following(at)
         return found

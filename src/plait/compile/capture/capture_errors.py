@@ -116,7 +116,7 @@ def _reason(error: Exception, in_expert_loop: bool) -> str:
     if isinstance(error, DynamicOutputShapeException):
         return (
             f"the shape of a result depends on the numbers in a tensor ({error.func}), but a graph has fixed shapes;"
-            f" {_ALIKE if in_expert_loop else _MASK}"
+            f" {getattr(error, 'why', '') or (_ALIKE if in_expert_loop else _MASK)}"
         )
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"

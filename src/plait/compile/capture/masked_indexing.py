@@ -28,10 +28,12 @@ from plait.compile.capture.expert_stand_ins import ExpertRows
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.late_values import LateValues
 from plait.compile.capture.loop_state import calls_since, last_call
-from plait.compile.capture.masked_rows import InOne, Selected, dynamic, rows_of
+from plait.compile.capture.masked_rows import FILL, InOne, Selected, dynamic, rows_of
 from plait.compile.capture.unrolled_loops import UnrolledLoop
 from plait.compile.ir.rewriting import root_of
 from plait.compile.ir.samples import bound_of, computes_same
+
+_MOST_STEPS = 64  # from what rows are combined with to numbers that are computed from several rows
 
 
 class Selections(TorchFunctionMode):
@@ -55,7 +57,7 @@ class Selections(TorchFunctionMode):
         self._masks: list[tuple[Node, Tensor]] = []
         late.parts = self.empty = EmptyRounds(recorder, late.checks)
         self.note_addition = self.empty.note_addition
-        self.reduces = self.empty.note_reduction
+        self._reduced: set[Node] = set()  # values that are computed from several rows
 
     def mask(self, keep: Tensor) -> Tensor:
         """The mask, or an earlier one that is computed in the same way, so that both select the same rows."""
@@ -82,6 +84,20 @@ class Selections(TorchFunctionMode):
         after = found if isinstance(found, Tensor) else x
         self.note_addition(calls_since(self._recorder, last), x, after, self._recorder.node_of(keep))
         return found
+
+    def reduced(self, found: Tensor) -> Tensor:
+        """Note that a number is computed from several rows: of none it may be no number. Returns it."""
+        self.empty.note_reduction()
+        self._reduced.add(self._recorder.node_of(found))
+        return found
+
+    def beside(self, x: Tensor, rows: Selected) -> Tensor:
+        """A tensor that rows are combined with, which is a number even if none of them counts: the mean of no rows is
+        none, and zeros do not take that away from gradients."""
+        node = self._recorder.nodes.get(id(x))
+        if node is None or not self._reduced or self._reduced.isdisjoint(_sources(node)):
+            return x
+        return torch.where(rows.count > 0, x, torch.full((), FILL, dtype=x.dtype, device=x.device))
 
     def has_rows(self, asks: object, expected: bool) -> bool:
         """The truth value that Python is told, of a question whether a round has rows; `expected` if it has."""
@@ -206,6 +222,17 @@ class Selections(TorchFunctionMode):
         if as_tuple:
             return tuple(found)
         return Selected(torch.stack([one.values for one in found], 1), found[0].keep, self, x.ndim == 1)
+
+
+def _sources(node: Node) -> list[Node]:
+    """The values that a node is computed from, the nearest."""
+    seen, queue = {node}, [node]
+    for one in queue:
+        for source in one.all_input_nodes:
+            if source not in seen and len(seen) < _MOST_STEPS:
+                seen.add(source)
+                queue.append(source)
+    return queue
 
 
 def _is_fake(value: Any) -> bool:

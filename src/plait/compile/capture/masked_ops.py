@@ -28,10 +28,9 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Selected:
             raise dynamic()
         if isinstance(v, Selected) and v.ndim != ndim:
             raise dynamic()
-        return v
+        return first.owner.beside(v, first) if isinstance(v, Tensor) else v
 
-    map_aggregate((args, kwargs), along)
-    args, kwargs = plain((args, kwargs))
+    args, kwargs = plain(map_aggregate((args, kwargs), along))
     return first.like(func(*args, **kwargs))
 
 
@@ -68,8 +67,11 @@ def _embedding(func: Any, index: Any, weight: Any, *args: Any, **kwargs: Any) ->
 
 
 def _dropout(func: Any, x: Selected, p: float = 0.5, training: bool = True, inplace: bool = False) -> Selected:
-    if training and p:  # draws as many numbers as rows are selected
-        raise dynamic()
+    if training and p:
+        raise dynamic(
+            "dropout draws as many numbers as there are rows; apply it to all rows, before they are selected or after"
+            " their results are back in place, or let p be 0"
+        )
     return x
 
 
@@ -200,11 +202,10 @@ def _reduce(finish: Callable[..., Tensor], fill: Any) -> Callable[..., Any]:
             return _wrapped(x, func(x.values, dim, *args, **kwargs))
         if args or kwargs.keys() - {"dtype"}:
             raise dynamic()
-        x.owner.reduces()
         values = x.values if kwargs.get("dtype") is None else x.values.to(kwargs["dtype"])
         every = set(range(x.ndim)) if dim is None else _dims(x, dim)
         filled = x.filled(values, fill(values) if callable(fill) else fill)
-        return finish(x, filled, tuple(sorted(every)))
+        return x.owner.reduced(finish(x, filled, tuple(sorted(every))))
 
     return handler
 
@@ -229,12 +230,11 @@ def _spread(finish: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
         if dim is not None and 0 not in _dims(x, dim):
             given = {} if unbiased is None and correction is None else {"correction": _less(unbiased, correction)}
             return _wrapped(x, func(x.values, dim, keepdim=keepdim, **given))
-        x.owner.reduces()
         dims = tuple(sorted(range(x.ndim) if dim is None else _dims(x, dim)))
         num = (x.count * math.prod(x.values.shape[d] for d in dims if d)).to(x.dtype)
         mean = x.filled(x.values, 0).sum(dims, keepdim=True) / num
         squares = x.filled((x.values - mean).square(), 0).sum(dims, keepdim=keepdim)
-        return finish(squares / (num - _less(unbiased, correction)).clamp(min=0))
+        return x.owner.reduced(finish(squares / (num - _less(unbiased, correction)).clamp(min=0)))
 
     return handler
 
@@ -254,12 +254,11 @@ def _highest(values: Tensor) -> float:
 def _reduced(loss: Selected, reduction: str) -> Any:
     if reduction == "none":
         return loss
-    loss.owner.reduces()
     every = tuple(range(loss.ndim))
     filled = loss.filled(loss.values, 0)
     if reduction == "batchmean":
-        return filled.sum() / loss.count.to(filled.dtype)
-    return _mean(loss, filled, every) if reduction == "mean" else _sum(loss, filled, every)
+        return loss.owner.reduced(filled.sum() / loss.count.to(filled.dtype))
+    return loss.owner.reduced(_mean(loss, filled, every) if reduction == "mean" else _sum(loss, filled, every))
 
 
 def _pointwise_loss(func: Any, x: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -275,10 +274,9 @@ def _class_loss(func: Any, x: Any, target: Any, weight: Any = None, *args: Any, 
     if args or not isinstance(x, Selected) or not isinstance(target, Selected) or target.dtype.is_floating_point:
         raise dynamic()
     same_rows([x, target])
-    x.owner.reduces()
     ignored = kwargs.get("ignore_index", _IGNORED)
     found = func(x.values, target.filled(target.values, ignored), weight, **kwargs)
-    return target.like(found) if kwargs.get("reduction", "mean") == "none" else found
+    return target.like(found) if kwargs.get("reduction", "mean") == "none" else x.owner.reduced(found)
 
 
 def _numel(func: Any, x: Selected) -> LateNumber:

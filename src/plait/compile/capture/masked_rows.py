@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 
 from plait.compile.capture.late_values import LateValues
 
-_FILL = 0.5  # in rows that do not count: log, sqrt, 1/x, asin and their gradients are finite there
+FILL = 0.5  # in rows that do not count: log, sqrt, 1/x, asin and their gradients are finite there
 
 # What a torch function does with selections, by its name without leading or trailing underscores (masked_ops.py).
 HANDLERS: dict[str, Callable[..., Any]] = {}
@@ -39,8 +39,11 @@ class Owner(Protocol):
     ) -> None:
         """Note that calls have added the rows of a mask, or of a round of a loop, to a value."""
 
-    def reduces(self) -> None:
-        """Note that a number is computed from several rows."""
+    def reduced(self, found: Tensor) -> Tensor:
+        """Note that a number is computed from several rows: of none it may be no number. Returns it."""
+
+    def beside(self, x: Tensor, rows: Selected) -> Tensor:
+        """A tensor that rows are combined with, which is a number even if none of them counts."""
 
     def has_rows(self, asks: object, expected: bool) -> bool:
         """The truth value that Python is told, of a question whether a round has rows; `expected` if it has."""
@@ -73,7 +76,7 @@ class Selected:
     def filled(self, values: Tensor, fill: float | None = None) -> Tensor:
         """The values, with a constant in the rows that do not count."""
         if fill is None:
-            fill = _FILL if values.dtype.is_floating_point or values.dtype.is_complex else 0
+            fill = FILL if values.dtype.is_floating_point or values.dtype.is_complex else 0
         wide = self.keep.reshape(self.keep.shape + (1,) * (values.ndim - 1))
         return torch.where(wide, values, torch.full((), fill, dtype=values.dtype, device=values.device))
 
@@ -227,9 +230,11 @@ class HasRows:
         raise dynamic()
 
 
-def dynamic() -> DynamicOutputShapeException:
-    """torch's own error for a result whose shape depends on the numbers in a tensor."""
-    return DynamicOutputShapeException(torch.ops.aten.nonzero.default)
+def dynamic(why: str = "") -> DynamicOutputShapeException:
+    """torch's own error for a result whose shape depends on the numbers in a tensor; `why` says what to do instead."""
+    error = DynamicOutputShapeException(torch.ops.aten.nonzero.default)
+    error.why = why  # type: ignore[attr-defined]
+    return error
 
 
 def same_rows(values: Any) -> list[Selected]:

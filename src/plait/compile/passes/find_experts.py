@@ -306,20 +306,23 @@ def _counts_from_zero(node: Node) -> bool:
 def expert_weights(graph: Graph) -> dict[str, int]:
     """The parameters whose first dim is that of experts: for each the number of experts, by placeholder name.
 
-    They are the tables of the calls of compile/ops/experts.py, as they are or through views and casts that keep the
-    first dim, and matrices that multiply a batch of rows for each expert (bmm), where each expert has room for as many
-    rows as the others.
+    They are the tables of the calls of compile/ops/experts.py, as they are or through casts and views that keep the
+    first dim or divide it ([experts * inner, width]), and matrices that multiply a batch of rows for each expert (bmm),
+    where each expert has room for as many rows as the others.
     """
-    parameters = _parameters(graph)
-    sources = [_with_first_dim(table) for table in _tables(graph)]
-    return {source.name: source.meta["val"].shape[0] for source in sources if source in parameters}
+    parameters, found = _parameters(graph), dict[str, int]()
+    for table, is_of_rows in _tables(graph):
+        source = _with_first_dim(table, divided=is_of_rows)
+        if source in parameters:
+            found[source.name] = table.meta["val"].shape[0]
+    return found
 
 
 def expert_parameters(graph: Graph) -> dict[str, tuple[int, int]]:
     """The parameters of one expert, as a module of its own has them: for each the number of the expert, and of all
     experts, by placeholder name. They are stacked to become the tables of the calls of compile/ops/experts.py."""
     parameters, found = _parameters(graph), dict[str, tuple[int, int]]()
-    for table in _tables(graph):
+    for table, _ in _tables(graph):
         stack = _with_first_dim(table)
         if is_stack(stack):
             members = [uncast(each) for each in tensor_inputs(stack)]
@@ -344,30 +347,32 @@ def _parameters(graph: Graph) -> set[Node]:
     return {node for node in placeholders(graph) if info_of(node).kind == "parameter"}
 
 
-def _tables(graph: Graph) -> Iterator[Node]:
-    """The tensors of [experts, ...] that rows are multiplied with, or that are looked up for them."""
+def _tables(graph: Graph) -> Iterator[tuple[Node, bool]]:
+    """The tensors of [experts, ...] that rows are multiplied with, or that are looked up for them; and those that
+    multiply a batch of rows for each expert. With each, whether it is one of the first."""
     from_batch = _from_batch(graph)
     for node in graph.nodes:
-        tables: list[Node] = []
+        inputs = tensor_inputs(node)
         if node.target is EXPERT_MM:
-            tables = tensor_inputs(node)[1:2]
+            yield inputs[1], True
         elif node.target is EXPERT_ADDMM:
-            tables = tensor_inputs(node)[:3:2]
+            yield from ((inputs[0], True), (inputs[2], True))
         elif node.target is EXPERT_ROWS:
-            tables = tensor_inputs(node)[:1]
-        elif node.target in (aten.bmm.default, aten.baddbmm.default):
-            operands = tensor_inputs(node)
-            if any(one in from_batch for one in operands):
-                tables = [one for one in operands if one not in from_batch and one.meta["val"].ndim == 3]
-        yield from tables
+            yield inputs[0], True
+        elif node.target in (aten.bmm.default, aten.baddbmm.default) and any(one in from_batch for one in inputs):
+            yield from ((one, False) for one in inputs if one not in from_batch and one.meta["val"].ndim == 3)
 
 
-def _with_first_dim(node: Node) -> Node:
-    """The earliest value of which views and casts that keep the first dim make the node's value."""
+def _with_first_dim(node: Node, divided: bool = False) -> Node:
+    """The earliest value of which views and casts that keep the first dim make the node's value; with `divided`, also
+    views that divide a first dim, of which this one is the outer part."""
     num = node.meta["val"].shape[0]
     while node.op == "call_function":
         inputs = tensor_inputs(node)
-        if len(inputs) != 1 or not inputs[0].meta["val"].ndim or inputs[0].meta["val"].shape[0] != num:
+        if len(inputs) != 1 or not inputs[0].meta["val"].ndim:
+            break
+        length, have = inputs[0].meta["val"].shape[0], node.meta["val"].shape[0]
+        if length != have and not (divided and length % num == 0 and same_order(node) is inputs[0]):
             break
         if same_order(node) is None and op_spec_of(node).copies != 0 and dims_from(node)[0] != 0:
             break
