@@ -381,6 +381,33 @@ def drawn(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tens
     return out
 
 
+def halved(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        mask = (ids == number).any(-1)
+        if mask.any():
+            out *= 0.5
+            out[mask] += expert(x[mask])
+    return out
+
+
+def first_written(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        mask = (ids == number).any(-1)
+        if mask.any():
+            out[mask] += expert(x[mask])
+            out[0] += 1
+    return out
+
+
+def faded(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        token, place = torch.where(ids == number)
+        if token.numel():
+            out = out * 0.5
+            out = out.index_add(0, token, expert(x[token]) * top[token, place, None])
+    return out
+
+
 def all_rows(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
     if (ids == 0).any():
         out = out + m.experts[0](x)
@@ -390,7 +417,7 @@ def all_rows(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> T
 DEPENDENT = [
     counted, counted_in_attribute, counted_in_buffer, counted_in_new_buffer, counted_globally, penalty, collected,
     more_than_one, more_than_two, of_another, otherwise, only_without, stopped, returned, averaged, divided,
-    divided_by_length, last_that_ran, drawn, all_rows,
+    divided_by_length, last_that_ran, drawn, halved, first_written, faded, all_rows,
 ]  # fmt: skip
 
 
@@ -409,6 +436,6 @@ def test_dropout_of_rows_is_named() -> None:
 @pytest.mark.parametrize("loop", DEPENDENT)
 def test_what_depends_on_whether_there_are_rows_is_named_with_its_line(loop: Loop) -> None:
     model, batch = made(loop)
-    with pytest.raises(CaptureError, match=r'test_empty_rounds.py:\d+: "(if|out\[token\])') as caught:
+    with pytest.raises(CaptureError, match=r'test_empty_rounds.py:\d+: "(if|out)') as caught:
         capture(model, loss_fn, batch)
     assert caught.value.data_dependent

@@ -31,6 +31,7 @@ from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.loop_state import LoopState, calls_since, is_settled, last_call
 from plait.compile.capture.masked_rows import dynamic
 from plait.compile.ir.calls import is_tensor, op_spec_of, tensor_inputs
+from plait.compile.ir.rewriting import same_order
 from plait.compile.ir.samples import bound_of, known_value, sample_ids, signature, whole_numbers
 from plait.compile.ir.views import writes_in_place
 from plait.compile.ops.draw import draw
@@ -56,6 +57,7 @@ class _Running:
     error       says that what the part does depends on numbers
     own         calls that add rows
     totals      values that rows were added to, before and after
+    steps       the node of such a value before rows were added, by its node afterwards
     masks       the masks of these rows, which are not those of `owner`
     reduces     whether a number was computed from several rows
     """
@@ -73,6 +75,7 @@ class _Running:
     error: Exception
     own: set[Node] = field(default_factory=set)
     totals: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    steps: dict[Node, Node] = field(default_factory=dict)
     masks: list[Node | None] = field(default_factory=list)
     reduces: bool = False
 
@@ -82,6 +85,13 @@ class _Running:
         for given, found in reversed(self.totals):
             now = given if now is found else now
         return now is before
+
+    def came_from(self, now: Node, before: Node) -> bool:
+        """Whether a value is what it was, but for rows that were added."""
+        at: Node | None = now
+        while at is not None and at is not before:
+            at = self.steps.get(at) or same_order(at)
+        return at is before
 
 
 class EmptyRounds:
@@ -144,12 +154,21 @@ class EmptyRounds:
             self._end(self._running.pop())
 
     def note_addition(
-        self, calls: Sequence[Node], before: Tensor, after: Tensor, mask: Node | None, owner: object = None
+        self,
+        calls: Sequence[Node],
+        before: Tensor,
+        after: Tensor,
+        was: Node,
+        mask: Node | None,
+        owner: object = None,
     ) -> None:
-        """Note that calls have added the rows of a mask, or of a round of a loop, to a value."""
+        """Note that calls have added the rows of a mask, or of a round of a loop, to a value, whose node was `was`."""
+        now = self._recorder.node_of(after)
         for each in self._running:
             each.own |= set(calls)
             each.totals.append((before, after))
+            if now is not was:
+                each.steps[now] = was
             if owner is None or each.owner is not owner:
                 each.masks.append(mask)
 
@@ -160,14 +179,13 @@ class EmptyRounds:
 
     def _end(self, one: _Running) -> None:
         nodes = self._recorder.nodes
-        totals = {nodes[id(total)] for pair in one.totals for total in pair}
         calls = calls_since(self._recorder, one.last)
         if (
             one.reduces
             or (one.condition is not None and any(map(self._counts, calls)))
             or len(self._checks) != one.num_checks
             or any(_has_effect(node) and node not in one.own for node in calls)
-            or any(nodes[key] is not node and nodes[key] not in totals for key, node in one.nodes.items())
+            or not all(nodes[key] is node or one.came_from(nodes[key], node) for key, node in one.nodes.items())
             or any(True for _ in one.state.changes())
             or not all(map(one.became, one.changed))
             or not all(self._selects_nothing(one, mask) for mask in one.masks)

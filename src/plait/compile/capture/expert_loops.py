@@ -309,7 +309,7 @@ class ExpertRound:
         if not self._adds:
             self._check_same(addition)
             self.loop.last_addition = last_call(recorder)
-            self.owner.note_addition((), x, x, self.mask, self)
+            self.owner.note_addition((), x, x, recorder.node_of(x), self.mask, self)
             return x
         if not self.loop.additions:
             self.loop.first_addition = last_call(recorder)
@@ -320,7 +320,7 @@ class ExpertRound:
         self.added |= {before, recorder.node_of(found), recorder.node_of(x)}
         self._results += [x, found]
         totals.become(number, found)
-        self.owner.note_addition(calls_since(recorder, last), x, found, self.mask, self)
+        self.owner.note_addition(calls_since(recorder, last), x, found, before, self.mask, self)
         return found
 
     def _check_same(self, addition: tuple[int, Node, Node, float]) -> None:

@@ -79,10 +79,10 @@ class Selections(TorchFunctionMode):
 
     def adding(self, x: Tensor, keep: Tensor, add: Callable[[], Any]) -> Any:
         """Add rows that a mask selects to a value, with `add`, which returns the value or None."""
-        last = last_call(self._recorder)
+        last, was = last_call(self._recorder), self._recorder.node_of(x)
         found = add()
         after = found if isinstance(found, Tensor) else x
-        self.note_addition(calls_since(self._recorder, last), x, after, self._recorder.node_of(keep))
+        self.note_addition(calls_since(self._recorder, last), x, after, was, self._recorder.node_of(keep))
         return found
 
     def reduced(self, found: Tensor) -> Tensor:

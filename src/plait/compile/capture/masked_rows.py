@@ -35,9 +35,15 @@ class Owner(Protocol):
         """Add rows that a mask selects to a value, with `add`, which returns the value or None."""
 
     def note_addition(
-        self, calls: Sequence[Node], before: Tensor, after: Tensor, mask: Node | None, owner: object = None
+        self,
+        calls: Sequence[Node],
+        before: Tensor,
+        after: Tensor,
+        was: Node,
+        mask: Node | None,
+        owner: object = None,
     ) -> None:
-        """Note that calls have added the rows of a mask, or of a round of a loop, to a value."""
+        """Note that calls have added the rows of a mask, or of a round of a loop, to a value, whose node was `was`."""
 
     def reduced(self, found: Tensor) -> Tensor:
         """Note that a number is computed from several rows: of none it may be no number. Returns it."""
