@@ -85,8 +85,13 @@ class Grower:
         self.from_batch: set[Node] = {n for n in placeholders(graph) if info_of(n).kind == "batch"}
         self._calls: dict[Node, Call] = {}
         self._strategies: dict[tuple[Node, tuple[Placement, ...]], Strategy | None] = {}
+        self._producers: dict[tuple[Node, int, Shard, tuple[Placement, ...]], Strategy | None] = {}
+        self._inputs: dict[Node, list[Node]] = {}
+        self._readers: dict[Node, list[Node]] = {}  # on the way to the loss
+        self._weights: dict[Node, set[Node]] = {}  # behind a value
         for node in graph.nodes:
-            inputs = tensor_inputs(node) if node.op == "call_function" else []
+            inputs = self._inputs[node] = tensor_inputs(node) if node.op == "call_function" else []
+            self._readers[node] = [user for user in node.users if leads_to_loss(user)]
             if len(inputs) == 1 and inputs[0] in self.from_parameter and op_spec_of(node).role != "lookup":
                 self.from_parameter[node] = self.from_parameter[inputs[0]]
             if any(i in self.from_batch for i in inputs):
@@ -117,8 +122,8 @@ class Grower:
 
         def put(node: Node, placement: Placement) -> None:
             region.placements[node] = placement
-            for user in node.users:
-                if leads_to_loss(user) and user not in queued:
+            for user in self._readers[node]:
+                if user not in queued:
                     queued.add(user)
                     heapq.heappush(queue, (self.order[user], user))
 
@@ -199,10 +204,10 @@ class Grower:
             put(node, want)
             needs = [
                 (source, need)
-                for source, need in zip(tensor_inputs(maker), strategy.inputs, strict=True)
+                for source, need in zip(self._inputs[maker], strategy.inputs, strict=True)
                 if isinstance(need, Shard)
             ]
-            if not needs and tensor_inputs(maker):
+            if not needs and self._inputs[maker]:
                 return False  # each rank takes its part of a whole value: nothing else needs to be sharded
             stack += needs
         return True
@@ -214,18 +219,18 @@ class Grower:
         """
         if is_item(node):
             source = node.args[0]
-            if (part := _normalised(source, region)) is not None:  # type: ignore[arg-type]
+            if (part := self._normalised(source, region)) is not None:  # type: ignore[arg-type]
                 return REPLICATE if node.args[1] else part
             strategy = self._strategy(source, region)  # type: ignore[arg-type]
             return None if strategy is None else strategy.outputs[node.args[1]]  # type: ignore[index]
-        inputs = tensor_inputs(node)
-        given = _given(node, region)
+        inputs = self._inputs[node]
+        given = self._given(node, region)
         if op_spec_of(node).role == "softmax" and isinstance(given[0], Shard) and given[0].dim == _softmax_dim(node):
             return given[0]  # its rule needs two small sums over the axis
         if op_spec_of(node).role == "class loss" and isinstance(given[0], Shard) and given[0].dim == 1:
             region.ends += count
             return REPLICATE
-        if _normalised(node, region) is not None:
+        if self._normalised(node, region) is not None:
             region.sums += count
             return Shard(-1) if region.contractions <= 1 else None
         strategy = self._strategy(node, region)
@@ -261,7 +266,7 @@ class Grower:
         """Set `stuck` if an axis with fewer ranks, a divisor of this number, could continue here."""
         if view_of(node) is not View.RESHAPE:
             return
-        given = _given(node, region)
+        given = self._given(node, region)
         rule = op_spec_of(node)
         for size in range(self.size - 1, 1, -1):
             if rule.known and self.size % size == 0:
@@ -277,7 +282,7 @@ class Grower:
 
     def _strategy(self, node: Node, region: Region) -> Strategy | None:
         """The strategy that keeps the placements of all sharded inputs. It may shard inputs that are whole."""
-        given = _given(node, region)
+        given = self._given(node, region)
         key = (node, given)
         if key not in self._strategies:
             self._strategies[key] = self._keeping(node, given)
@@ -306,17 +311,25 @@ class Grower:
             return []
         return [
             (source, want)
-            for source, want in zip(tensor_inputs(node), strategy.inputs, strict=True)
+            for source, want in zip(self._inputs[node], strategy.inputs, strict=True)
             if isinstance(want, Shard) and source not in region.placements
         ]
 
     def _producing(self, node: Node, index: int, want: Placement, region: Region) -> Strategy | None:
         """A strategy without sums whose output `index` has the placement `want`."""
+        if not isinstance(want, Shard):
+            return None
+        given = self._given(node, region)
+        key = (node, index, want, given)
+        if key not in self._producers:
+            self._producers[key] = self._giving(node, index, want, given)
+        return self._producers[key]
+
+    def _giving(self, node: Node, index: int, want: Shard, whole: tuple[Placement, ...]) -> Strategy | None:
         rule = op_spec_of(node)
-        if not rule.known or not isinstance(want, Shard):
+        if not rule.known:
             return None
         call = self._call(node)
-        whole = _given(node, region)
         ways = [whole]
         if want.blocks != 1:  # rules take blocks from the placements of their inputs
             ways += [
@@ -331,6 +344,11 @@ class Grower:
 
     def _behind(self, node: Node) -> set[Node]:
         """The weights that a value is computed from, traced back to the last product with a weight."""
+        if node not in self._weights:
+            self._weights[node] = self._weights_behind(node)
+        return self._weights[node]
+
+    def _weights_behind(self, node: Node) -> set[Node]:
         found: set[Node] = set()
         stack, seen = [node], {node}
         while stack and len(seen) < 100:
@@ -344,25 +362,23 @@ class Grower:
                     found |= {self.from_parameter[n] for n in source.all_input_nodes if n in self.from_parameter}
         return found
 
+    def _given(self, node: Node, region: Region) -> tuple[Placement, ...]:
+        """The placements in which the node gets its inputs."""
+        cut, whole = region.placements, region.gathered
+        return tuple([REPLICATE if i in whole else cut.get(i, REPLICATE) for i in self._inputs[node]])
 
-def _given(node: Node, region: Region) -> tuple[Placement, ...]:
-    """The placements in which the node gets its inputs."""
-    cut = region.placements
-    return tuple(REPLICATE if i in region.gathered else cut.get(i, REPLICATE) for i in tensor_inputs(node))
+    def _normalised(self, node: Node, region: Region) -> Shard | None:
+        """The placement of a norm's input, if a dim that the norm sums over is sharded."""
+        if op_spec_of(node).role != "norm":
+            return None
+        part, normalised = self._given(node, region)[0], node.args[1]
+        first = node.args[0].meta["val"].ndim - len(normalised)  # type: ignore[union-attr, arg-type]
+        return part if isinstance(part, Shard) and part.dim >= first else None
 
 
 def leads_to_loss(node: Node) -> bool:
     """Whether the node is a forward call on the way to the loss, and not an auxiliary one."""
     return node.op == "call_function" and is_forward(node) and not info_of(node).auxiliary
-
-
-def _normalised(node: Node, region: Region) -> Shard | None:
-    """The placement of a norm's input, if a dim that the norm sums over is sharded."""
-    if op_spec_of(node).role != "norm":
-        return None
-    part, normalised = _given(node, region)[0], node.args[1]
-    first = node.args[0].meta["val"].ndim - len(normalised)  # type: ignore[union-attr, arg-type]
-    return part if isinstance(part, Shard) and part.dim >= first else None
 
 
 def _softmax_dim(node: Node) -> int:
