@@ -14,6 +14,7 @@ from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.backends.eager.pipeline_program import PipelineProgram
 from plait.comm.protocol import World
 from plait.comm.thread_world import run_ranks
+from plait.engine.compiler import Captures, Compiler
 from plait.plan.plan import Plan
 
 SGD = functools.partial(torch.optim.SGD, lr=0.3, momentum=0.9)
@@ -73,10 +74,11 @@ def test_dropout_draws_the_same(batch: tuple[Tensor, Tensor]) -> None:
 def trained(plan: str, batch: tuple[Tensor, Tensor]) -> list[tuple[dict[str, Tensor], int]]:
     """Parameters after a step, and the most versions that each rank held."""
     given = Plan.parse(plan)
+    torch.manual_seed(0)
+    compiler = Compiler(Captures(Tower(), loss), given)
 
     def rank(world: World) -> tuple[dict[str, Tensor], int]:
-        torch.manual_seed(0)
-        trainer = Trainer(Tower(), loss, SGD, given, world=world)
+        trainer = Trainer(compiler.model, loss, SGD, given, world=world, compiler=compiler)
         trainer.step(batch)
         replica = trainer.executor
         versions = 1

@@ -17,6 +17,7 @@ import plait
 from bench import context
 from plait.api.memory import Estimator
 from plait.comm.protocol import World
+from plait.engine.compiler import Captures, Compiler
 from plait.errors import BatchError, PlanError
 from plait.plan.plan import Plan
 from plait.spec.batch_spec import BatchSpec
@@ -202,10 +203,11 @@ def test_what_a_layer_sends(plan: str, of_a_layer: dict[tuple[str, str], int]) -
 
 @pytest.mark.parametrize("plan", ["context=2 context.kind=ring", "context=4", "context=2 context.kind=gather"])
 def test_the_bytes_that_are_explained_are_sent(plan: str) -> None:
-    batch = tokens()
+    batch, compiler = tokens(), Compiler(Captures(model(), shifted_loss), Plan.parse(plan))
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
     def rank(world: World) -> int:
-        trainer = plait.Trainer(model(), shifted_loss, lambda p: torch.optim.SGD(p, lr=0.1), plan, world=world)
+        trainer = plait.Trainer(compiler.model, shifted_loss, sgd, plan, world=world, compiler=compiler)
         trainer.step(batch)
         world.comm("context").links.reset()
         trainer.step(batch)

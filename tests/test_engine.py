@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait
+from plait.engine.compiler import Captures, Compiler
 from plait.errors import PlanError
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -36,9 +37,10 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def on_ranks(plan: str, fn: Callable[[plait.Trainer], Any], model: nn.Module | None = None, **given: Any) -> Any:
     """What `fn` gives on rank 0."""
     made = net() if model is None else model
+    compiler = Compiler(Captures(made, loss_fn), plait.Plan.parse(plan).inner_plan)
 
     def rank(world: Any) -> Any:
-        return fn(plait.Trainer(made, loss_fn, SGD, plan, world=world, **given))
+        return fn(plait.Trainer(made, loss_fn, SGD, plan, world=world, compiler=compiler, **given))
 
     return plait.run_ranks(plait.Plan.parse(plan).mesh, rank)[0]
 

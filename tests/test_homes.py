@@ -190,7 +190,7 @@ def test_what_microbatches_in_flight_keep_is_on_disk() -> None:
     """All six of gpipe leave, but the last one on the last rank, whose backward comes next."""
 
     def moved(world: Any) -> tuple[int, int]:
-        trainer = Trainer(gpt(), loss_fn, ADAMW, plan, world=world)
+        trainer = Trainer(compiler.model, loss_fn, ADAMW, plan, world=world, compiler=compiler)
         trainer.prepare(gpt_batch(12))
         before = trainer.engine.offload.file.num_written
         trainer.step(gpt_batch(12))
@@ -199,6 +199,7 @@ def test_what_microbatches_in_flight_keep_is_on_disk() -> None:
         return written, read
 
     plan = plait.Plan.parse("pipeline=2 micro=6 schedule=gpipe home.activations=disk")
+    compiler = Compiler(Captures(gpt(), loss_fn), plan)
     kept = [plait.memory(gpt(), loss_fn, gpt_batch(12), "pipeline=2 micro=6 schedule=gpipe").rank(n) for n in (0, 1)]
     (first, read), (last, read_last) = run_ranks(plan.mesh, moved)
     assert first == read and last == read_last

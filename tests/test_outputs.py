@@ -14,6 +14,7 @@ import plait
 from plait.api.trainer import Trainer
 from plait.comm.protocol import World
 from plait.compile.capture.loss_values import join_outputs, read_loss, results
+from plait.engine.compiler import Captures, Compiler
 from plait.errors import LossError
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -111,10 +112,10 @@ def test_verify_says_which_output_differs(monkeypatch: pytest.MonkeyPatch) -> No
 
 def on_ranks(plan: str, steps: Any, loss: Any = mean_loss) -> list[Any]:
     mesh = plait.Plan.parse(plan).mesh
-    models = [Net() for _ in range(mesh.size)]  # not by threads side by side, which share a generator
+    compiler = Compiler(Captures(Net(), loss), plait.Plan.parse(plan).inner_plan)
 
     def rank(world: World) -> Any:
-        return steps(Trainer(models[world.rank], loss, SGD, plan, world=world))
+        return steps(Trainer(compiler.model, loss, SGD, plan, world=world, compiler=compiler))
 
     return plait.run_ranks(mesh, rank)
 

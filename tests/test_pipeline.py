@@ -251,13 +251,14 @@ def test_a_long_skip_goes_straight_to_the_stage_that_reads_it() -> None:
     assert actions == ["SEND:F0>1", "SEND:F0>3", "SEND:F1>1", "SEND:F1>3"]
 
     def count(world: World) -> dict[int, int]:
-        trainer = Trainer(Skips(), squares, SGD, SKIPS, world=world)
+        trainer = Trainer(compiler.model, squares, SGD, SKIPS, world=world, compiler=compiler)
         trainer.prepare(rows(4))
         links = world.comm("pipeline").links
         links.reset()
         trainer.step(rows(4))
         return dict(links.sent)
 
+    compiler = Compiler(Captures(Skips(), squares), Plan.parse(SKIPS))
     value = 2 * 8 * 4  # two rows of a microbatch
     sent = on(SKIPS, count)
     for source, target in ((0, 1), (0, 3), (1, 2), (2, 3), (3, 0)):  # besides the values the losses, to all
@@ -277,9 +278,10 @@ def test_1f1b_holds_no_more_microbatches_than_ranks_that_follow(monkeypatch: pyt
         return original(self, cell, micro, box)
 
     monkeypatch.setattr(CellRunner, "run_cell", watched)
+    compiler = Compiler(Captures(Skips(), squares), Plan.parse("pipeline=4 micro=8"))
 
     def step(world: World) -> None:
-        Trainer(Skips(), squares, SGD, "pipeline=4 micro=8", world=world).step(rows(8))
+        Trainer(compiler.model, squares, SGD, compiler.plan, world=world, compiler=compiler).step(rows(8))
 
     on("pipeline=4", step)
     assert dict(held) == {0: 4, 1: 3, 2: 2, 3: 1}

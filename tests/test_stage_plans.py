@@ -108,8 +108,11 @@ def test_a_batch_of_another_shape_and_evaluation() -> None:
     half = {name: tensor[:8, :6].contiguous() for name, tensor in batch.items()}
 
     def train(plan: str) -> list[float]:
+        compiler = Compiler(Captures(copy.deepcopy(model), loss_fn), Plan.parse(plan))
+
         def ranks(world: World) -> list[float]:
-            trainer = plait.Trainer(copy.deepcopy(model), loss_fn, lambda p: torch.optim.SGD(p, 0.1), plan, world=world)
+            given = {"world": world, "compiler": compiler}
+            trainer = plait.Trainer(compiler.model, loss_fn, lambda p: torch.optim.SGD(p, 0.1), compiler.plan, **given)
             found = [trainer.step(batch), trainer.step(half), trainer.step(batch)]
             return [float(loss) for loss in found] + [float(trainer.evaluate(half))]
 
