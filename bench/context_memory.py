@@ -75,7 +75,7 @@ def counted(captures: Captures, tokens: dict[str, torch.Tensor], plan: Plan) -> 
 def _held(trainer: Trainer) -> list[Any]:
     executor, optimizer = trainer.executor, trainer.optimizer
     assert optimizer is not None
-    held = [executor.parameters, executor.variables.inputs, executor.buffers, *optimizer.state.values()]
+    held = [executor.parameters, executor.rank_parameters.inputs, executor.buffers, *optimizer.state.values()]
     return [value for values in held for value in values.values()]
 
 

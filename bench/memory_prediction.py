@@ -48,7 +48,11 @@ class Measured(PlaitStep):
     def held_bytes(self) -> int:
         """Of the tensors that live from step to step."""
         replica, updates = self.trainer.executor, self.trainer.optimizer
-        held: list[Any] = [*replica.parameters.values(), *replica.variables.inputs.values(), *replica.buffers.values()]
+        held: list[Any] = [
+            *replica.parameters.values(),
+            *replica.rank_parameters.inputs.values(),
+            *replica.buffers.values(),
+        ]
         held += [value for state in updates.state.values() for value in state.values()]
         found = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in held if torch.is_tensor(t))}
         return sum(found.values())

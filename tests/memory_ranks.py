@@ -72,7 +72,7 @@ def _peak(world: World, compiler: Compiler) -> tuple[int, int]:
     trainer.step(local)
     replica, optimizer = trainer.executor, trainer.optimizer
     assert optimizer is not None
-    held: list[Any] = [*part.values(), *replica.parameters.values(), *replica.variables.inputs.values()]
+    held: list[Any] = [*part.values(), *replica.parameters.values(), *replica.rank_parameters.inputs.values()]
     held += [value for state in optimizer.state.values() for value in state.values()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if torch.is_tensor(t)}
     del held

@@ -337,7 +337,7 @@ def central_storage(world: World) -> dict[str, Any]:
     trainer = plait.Trainer(model, loss_fn, ADAMW, f"{text(world)} central=host", world=world)
     trainer.engine._adopt = True
     trainer.prepare(batch())
-    inputs = trainer.executor.variables.inputs  # type: ignore[union-attr]
+    inputs = trainer.executor.rank_parameters.inputs  # type: ignore[union-attr]
     before = world.comm("data").links.total()
     losses = [float(trainer.step(batch(seed=i))) for i in range(3)]
     sent = world.comm("data").links.total() - before

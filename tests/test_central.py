@@ -30,10 +30,10 @@ def parts_and_wholes(world: Any) -> list[tuple[str, int, int, int, int, int]]:
     state."""
     trainer = trainer_of("data=2 tensor=2 central=host", world)
     trainer.step(batch(1))
-    variables = trainer.executor.variables  # type: ignore[union-attr]
+    rank_parameters = trainer.executor.rank_parameters  # type: ignore[union-attr]
     found = []
-    for name, parameter in variables.parameters.items():
-        whole = variables.inputs[name]
+    for name, parameter in rank_parameters.parameters.items():
+        whole = rank_parameters.inputs[name]
         state = sum(value.nbytes for value in trainer.optimizer.state[parameter].values() if value.ndim)  # type: ignore[union-attr]
         found.append((name, whole.data_ptr(), whole.nbytes, parameter.data_ptr(), parameter.nbytes, state))
     return found

@@ -24,7 +24,7 @@ from torch import Tensor
 from plait.engine.checkpoint import write
 from plait.engine.checkpoint.checkpoint_folders import check_files, checkpoints, damages, newest
 from plait.engine.checkpoint.json_values import decode, encode
-from plait.engine.checkpoint.local_shards import Holding, pieces
+from plait.engine.checkpoint.local_shards import LocalShard, pieces
 from plait.engine.checkpoint.manifest import BLOCK, Manifest, combine_crcs
 from plait.engine.checkpoint.safetensor import read_header
 from plait.engine.checkpoint.storage import LocalFolder, folder_of
@@ -91,7 +91,7 @@ def test_fragments_are_the_local_part_and_every_element_has_one_writer(case: tup
         assert sum(fragment.block.num_elements for fragment in found) == local.numel()
         for fragment in found:
             assert torch.equal(local[fragment.slices], whole[fragment.block.within(TensorSlice.whole(layout.shape))])
-        for layer in pieces("x", Holding.laid_out(local, layout, world)):
+        for layer in pieces("x", LocalShard.laid_out(local, layout, world)):
             for piece in layer:
                 written[piece.block.within(TensorSlice.whole(layout.shape))] += 1
                 assert torch.equal(piece.take(), whole[piece.block.within(TensorSlice.whole(layout.shape))])
@@ -106,7 +106,7 @@ def test_those_who_hold_the_same_share_the_writing() -> None:
     for rank in range(mesh.size):
         world: Any = _World(mesh, rank)
         assert copies(layout, mesh, mesh.coordinates(rank)) == (3, rank // 2)
-        (layer,) = pieces("x", Holding.laid_out(local_part(whole, layout, world), layout, world))
+        (layer,) = pieces("x", LocalShard.laid_out(local_part(whole, layout, world), layout, world))
         sizes.append(layer[0].block.num_elements)
     assert sizes == [8334] * 4 + [8332] * 2
 
@@ -156,7 +156,7 @@ def state_of(step: int, value: float = 1.0) -> write.State:
     }
     tensors["model/turned"] = torch.rand(6, 4).t()
     values = {"step": step, "optimizer": "", "groups": [{"lr": torch.tensor(value), "betas": (0.9, 0.999)}]}
-    return write.State({name: Holding.whole(tensor) for name, tensor in tensors.items()}, values)
+    return write.State({name: LocalShard.whole(tensor) for name, tensor in tensors.items()}, values)
 
 
 def save(path: Path | str, step: int, keep: int = 2, num_ranks: int = 1) -> write.State:
@@ -180,9 +180,9 @@ def test_files_are_safetensors_that_others_read(tmp_path: Path) -> None:
     assert Manifest.read(folder).files[name].crc32 == zlib.crc32((tmp_path / "step-00000003" / name).read_bytes())
     with safe_open(tmp_path / "step-00000003" / name, framework="pt") as file:
         assert set(file.keys()) == state.tensors.keys() - {"model/none"} | {"values/groups/0/lr"}
-        for key, holding in state.tensors.items():
+        for key, shard in state.tensors.items():
             if key != "model/none":
-                assert same_bits(file.get_tensor(key), holding.data)
+                assert same_bits(file.get_tensor(key), shard.data)
 
 
 def same_bits(a: Tensor, b: Any) -> bool:

@@ -123,7 +123,7 @@ def test_the_sharding_plan_has_the_axes_of_the_sums_in_the_graphs(plan: str) -> 
     found = {}
     for part in program.graphs.values():
         results: Any = output_node(part.graph).args[0]
-        for index, name in part.gradients.items() if part.turn in ("alone", "last") else ():
+        for index, name in part.gradients.items() if part.accumulation in ("alone", "last") else ():
             found[name], node = set[str](), results[index]
             while is_sum(node) or gives_part(node):
                 found[name] |= {node.args[1]} if is_sum(node) or node.target is comm_ops.scatter_part else set()
@@ -171,8 +171,8 @@ class _PlainStep:
     ) -> list[StepResult]:
         captured, results, sums = self.program.captured, [], dict[str, Tensor]()
         nodes = {i.node: (i.kind, i.name) for i in captured.inputs}
-        for turn, batch in zip(self.program.turns, batches, strict=True):
-            part = self.program.graphs[turn]
+        for name, batch in zip(self.program.micro_graphs, batches, strict=True):
+            part = self.program.graphs[name]
             given = {"parameter": parameters, "buffer": buffers, "batch": batch, "sum": sums}
             given |= {"constant": captured.constants, "key": {"key": key}, "scale": {"scale": scale}}
             graph = graph_of_rank(part.graph, self._world.mesh.coordinates(self._world.rank))

@@ -137,7 +137,7 @@ def captures() -> Captures:
 
 def eager_graph(plan: str) -> Graph:
     program = Compiler(captures(), Plan.parse(plan)).compiled(gpt_batch()).program
-    return eager_graphs(program)[program.turns[-1]]
+    return eager_graphs(program)[program.micro_graphs[-1]]
 
 
 @pytest.mark.parametrize("axes", ["", "data=2 tensor=2"])

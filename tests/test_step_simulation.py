@@ -111,9 +111,11 @@ def piped(num_micro: int = 4, num_ranks: int = 2, message: int = 0) -> StepProgr
     sends = {(r, a): message for r, actions in enumerate(schedule.ranks) for a in actions if a.kind == SEND}
     graphs = {f"{kind}{stage}": (product({"F": "forward"}.get(kind, "backward"), 1 + (kind == "B")),)
               for kind in "FB" for stage in range(num_ranks)}  # fmt: skip
-    turns = {(stage, (kind, stage)): (f"{kind}{stage}",) * num_micro for kind in "FB" for stage in range(num_ranks)}
+    micro_graphs = {
+        (stage, (kind, stage)): (f"{kind}{stage}",) * num_micro for kind in "FB" for stage in range(num_ranks)
+    }
     mesh = Mesh((("pipeline", num_ranks), ("data", 1)))
-    calls = PipelineCalls("pipeline", schedule, edges, turns, sends)
+    calls = PipelineCalls("pipeline", schedule, edges, micro_graphs, sends)
     updates = tuple((OpCall("update()", "update", num_bytes=5e8),) for _ in range(num_ranks))
     return StepProgram(mesh, graphs, (), updates, calls)
 

@@ -134,12 +134,12 @@ def _with_pipeline(
 
     counts = layers_of_stages(number, num_stages)
     graphs: dict[str, tuple[Call, ...]] = {}
-    turns = {}
+    micro_graphs = {}
     for rank, stages in enumerate(schedule.stages):
         for stage in stages:
             base = like(stage)
             for kind in (FORWARD, BACKWARD, WEIGHT):
-                names = one.turns.get((base, (kind, base)))
+                names = one.micro_graphs.get((base, (kind, base)))
                 if names is None:
                     continue
                 for name in dict.fromkeys(names):
@@ -149,7 +149,7 @@ def _with_pipeline(
                         if calls is None:
                             return None
                         graphs[own] = calls
-                turns[rank, (kind, stage)] = tuple(f"{name} of {counts[stage]} layers" for name in names)
+                micro_graphs[rank, (kind, stage)] = tuple(f"{name} of {counts[stage]} layers" for name in names)
     sizes = {(rank, action.of): num for (rank, action), num in one.messages.items()}
     messages: dict[Place, int] = {}
     updates = []
@@ -168,7 +168,7 @@ def _with_pipeline(
     exchanged = [0] * schedule.num_ranks
     for stage in {0, num_stages - 1}:
         exchanged[schedule.where(stage)[0]] += one.exchanged[like(stage)] if one.exchanged else 0
-    piped = PipelineCalls(one.axis, schedule, edges, turns, messages, tuple(exchanged), one.after)
+    piped = PipelineCalls(one.axis, schedule, edges, micro_graphs, messages, tuple(exchanged), one.after)
     each = (more.model_flops - fewer.model_flops) / kept
     flops = fewer.model_flops + (number - kept) * each
     return replace(fewer, mesh=plan.mesh, graphs=graphs, updates=tuple(updates), pipeline=piped, model_flops=flops)

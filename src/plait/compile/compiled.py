@@ -64,7 +64,7 @@ class Draft:
     plan: Plan
     annotations: Annotations
     settled: Settled
-    parts: dict[str, StepGraph]  # one named "" at first, then by cell, then by cell and turn
+    parts: dict[str, StepGraph]  # one named "" at first, then by cell, then by cell and accumulation
     cluster: Cluster
 
     # what sharding decides

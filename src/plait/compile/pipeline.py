@@ -17,7 +17,7 @@ from plait.compile.ir.calls import copy_graph, device_type, placeholders
 from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.ir.node_info import set_info
 from plait.compile.pass_manager import Pass, Watcher, run_passes
-from plait.compile.passes.accumulation import graphs_by_turn, narrow_dtypes, own_gradients
+from plait.compile.passes.accumulation import accumulation_graphs, narrow_dtypes, own_gradients
 from plait.compile.passes.auxiliary import mark_auxiliary
 from plait.compile.passes.find_experts import find_experts
 from plait.compile.passes.group_experts import group_experts
@@ -146,8 +146,8 @@ def _cut_axes(draft: Draft) -> dict[str, str]:
 def _accumulate(draft: Draft) -> None:
     parts = {}
     for name, part in draft.parts.items():
-        for turn, graph in graphs_by_turn(part, draft.sharding.sums_each_microbatch).items():
-            parts[f"{name}.{turn}" if name else turn] = replace(part, graph=graph, turn=turn)
+        for place, graph in accumulation_graphs(part, draft.sharding.sums_each_microbatch).items():
+            parts[f"{name}.{place}" if name else place] = replace(part, graph=graph, accumulation=place)
     draft.parts = parts
 
 

@@ -35,7 +35,7 @@ class StepGraph:
     outputs: tuple[Output, ...]
     num_micro: frozenset[int]  # numbers of microbatches that ranks run it on in a step
     cell: Cell | None = None  # the cell of the pipeline, if the step is split
-    turn: str = ""  # the microbatches that it is for, once the step is repeated (compile/passes/accumulation.py)
+    accumulation: str = ""  # the microbatches that it is for, once the step is repeated (passes/accumulation.py)
 
     @property
     def gradients(self) -> dict[int, str]:
@@ -49,7 +49,7 @@ class RankProgram:
 
     All ranks have the same graphs, except for parallel branches (`graph_of_rank`).
 
-    graphs    by turn of accumulation (`turns_of`), or with a pipeline by cell and turn: F0.alone, B0.first...
+    graphs    by accumulation (`accumulation_of`), or with a pipeline by cell and accumulation: F0.alone, B0.first...
     layouts   of the parameters, buffers, constants and batch leaves that the graphs read, by name
     sharding  how the ranks hold each parameter
     cuts      how each parameter is cut of which a rank keeps only a part, by name
@@ -70,25 +70,25 @@ class RankProgram:
         return dtype_named(self.sharding.parameters[name].state.dtype)
 
     @property
-    def turns(self) -> tuple[str, ...]:
-        """The turns of the graphs that run the microbatches of a step, in order."""
-        return turns_of(self.plan.micro, self.graphs.keys())
+    def micro_graphs(self) -> tuple[str, ...]:
+        """The names of the graphs that run the microbatches of a step, in order."""
+        return accumulation_of(self.plan.micro, self.graphs.keys())
 
-    def turns_of_cell(self, cell: Cell, num_micro: int) -> tuple[str, ...]:
+    def micro_graphs_of_cell(self, cell: Cell, num_micro: int) -> tuple[str, ...]:
         """The names of the graphs that run `num_micro` microbatches of a cell on one rank, in order."""
-        turns = {each.turn for each in self.graphs.values() if each.cell == cell}
-        return tuple(f"{cell_name(cell)}.{turn}" for turn in turns_of(num_micro, turns))
+        known = {each.accumulation for each in self.graphs.values() if each.cell == cell}
+        return tuple(f"{cell_name(cell)}.{place}" for place in accumulation_of(num_micro, known))
 
     def of_cells(self, graphs: Mapping[str, Graph]) -> dict[Cell, Graph]:
         """The graph of each cell's last microbatch, among `graphs` by the names that they have in the program."""
         assert self.pipeline is not None
         cells = [(cell, max(self.pipeline.num_micro(cell), default=0)) for cell in self.pipeline.cells.graphs]
-        return {cell: graphs[self.turns_of_cell(cell, num)[-1]] for cell, num in cells}
+        return {cell: graphs[self.micro_graphs_of_cell(cell, num)[-1]] for cell, num in cells}
 
 
-def turns_of(num_micro: int, graphs: Collection[str]) -> tuple[str, ...]:
-    """The turn of each of `num_micro` microbatches, given the turns that have a graph
-    (compile/passes/accumulation.py)."""
+def accumulation_of(num_micro: int, graphs: Collection[str]) -> tuple[str, ...]:
+    """The accumulation of each of `num_micro` microbatches, given those that have a graph: alone, first, middle, last
+    or more (compile/passes/accumulation.py)."""
     if "first" not in graphs or num_micro == 1:
         return ("alone", *["more" if "more" in graphs else "alone"] * (num_micro - 1))
     return ("first", *["middle"] * (num_micro - 2), "last")

@@ -57,7 +57,7 @@ def step_program(
     return StepProgram(
         mesh,
         {name: tuple(calls_of(graph, program)) for name, graph in graphs.items()},
-        program.turns if program.pipeline is None else (),
+        program.micro_graphs if program.pipeline is None else (),
         updates,
         None if program.pipeline is None else _pipeline_calls(program),
         rows,
@@ -256,12 +256,12 @@ def _pipeline_calls(program: RankProgram) -> PipelineCalls:
     assert pipeline is not None
     cells, schedule = pipeline.cells, pipeline.schedule
     mesh = program.plan.mesh
-    turns = {}
+    micro_graphs = {}
     for rank, stages in enumerate(schedule.stages):
         for cell in cells.graphs:
             if cell[1] in stages:
                 num = schedule.num_micro_of(rank, stages.index(cell[1]))
-                turns[rank, cell] = program.turns_of_cell(cell, num)
+                micro_graphs[rank, cell] = program.micro_graphs_of_cell(cell, num)
     messages: dict[Place, int] = {}
     made: dict[Any, list[Any]] = defaultdict(list)
     for value in cells.values:
@@ -294,7 +294,7 @@ def _pipeline_calls(program: RankProgram) -> PipelineCalls:
     sent = AxisCollective(CollectiveKind.ALL_REDUCE, stage_axis(), 8 * losses * schedule.num_micro)
     after.append(CollectiveCall("sum of losses", "update", (sent,), lane=stage_axis(), what="losses"))
     return PipelineCalls(
-        stage_axis(), schedule, edges_of(cells.values), turns, messages, tuple(exchanged), tuple(after)
+        stage_axis(), schedule, edges_of(cells.values), micro_graphs, messages, tuple(exchanged), tuple(after)
     )
 
 

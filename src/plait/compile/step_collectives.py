@@ -53,15 +53,15 @@ def step_collectives(program: RankProgram, graphs: Mapping[str, Graph]) -> list[
     """
     mesh = program.plan.mesh
     sizes = {axis: mesh.axis_size(axis) for axis in mesh.communicators}
-    by_turn = {turn: collectives(graph, sizes) for turn, graph in graphs.items()}
+    by_graph = {name: collectives(graph, sizes) for name, graph in graphs.items()}
     gathered = program.sharding.gathered(Gather.UPDATE)
     if program.pipeline is None:
-        found = [one for turn in program.turns for one in by_turn[turn]]
+        found = [one for name in program.micro_graphs for one in by_graph[name]]
         return found + _gathers_of_parts(program, gathered, sizes)
     found = []
     for cell in program.pipeline.cells.graphs:
-        turns = [turn for num in _runs(program.pipeline, cell) for turn in program.turns_of_cell(cell, num)]
-        found += [replace(one, stage=cell[1]) for turn in turns for one in by_turn[turn]]
+        names = [name for num in _runs(program.pipeline, cell) for name in program.micro_graphs_of_cell(cell, num)]
+        found += [replace(one, stage=cell[1]) for name in names for one in by_graph[name]]
     for stage in range(program.pipeline.cells.num_stages) if gathered else ():
         names = [name for name in gathered if stage in program.pipeline.stages[name]]
         found += [replace(one, stage=stage) for one in _gathers_of_parts(program, names, sizes)]

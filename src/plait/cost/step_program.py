@@ -113,7 +113,7 @@ class PipelineCalls:
         axis: the pipeline axis.
         schedule: with its transfers.
         edges: which cells need which.
-        turns: for each rank along the axis and cell, the names of the graphs of its microbatches, in order.
+        micro_graphs: for each rank along the axis and cell, the names of the graphs of its microbatches, in order.
         messages: for a SEND of a rank, the bytes that it moves.
         exchanged: by rank, the bytes of gradients that it sends to other ranks that have the same parameters, after all
             cells.
@@ -123,7 +123,7 @@ class PipelineCalls:
     axis: str
     schedule: Schedule
     edges: Edges
-    turns: Mapping[tuple[int, Cell], tuple[str, ...]]
+    micro_graphs: Mapping[tuple[int, Cell], tuple[str, ...]]
     messages: Mapping[Place, int]
     exchanged: tuple[int, ...] = ()
     after: tuple[CollectiveCall, ...] = ()
@@ -136,7 +136,7 @@ class StepProgram:
     Attributes:
         mesh: the plan's mesh.
         graphs: the calls of each graph, by name.
-        turns: the graphs of the microbatches of a step, in order, without a pipeline.
+        micro_graphs: the graphs of the microbatches of a step, in order, without a pipeline.
         updates: by place along the pipeline, the calls of the optimizer's update, and of what follows it.
         pipeline: the schedule's part, if the step is split.
         rows: rows of the global batch.
@@ -148,7 +148,7 @@ class StepProgram:
 
     mesh: Mesh
     graphs: Mapping[str, tuple[Call, ...]]
-    turns: tuple[str, ...]
+    micro_graphs: tuple[str, ...]
     updates: tuple[tuple[Call, ...], ...]
     pipeline: PipelineCalls | None = None
     rows: int = 1
@@ -170,6 +170,11 @@ class StepProgram:
     def calls_of(self, place: int) -> list[tuple[str, int]]:
         """The graphs that the rank at this place runs in a step, each with how often."""
         if self.pipeline is None:
-            return [(name, self.turns.count(name)) for name in dict.fromkeys(self.turns)]
-        names = [name for (rank, _), turns in self.pipeline.turns.items() if rank == place for name in turns]
+            return [(name, self.micro_graphs.count(name)) for name in dict.fromkeys(self.micro_graphs)]
+        names = [
+            name
+            for (rank, _), micro_graphs in self.pipeline.micro_graphs.items()
+            if rank == place
+            for name in micro_graphs
+        ]
         return [(name, names.count(name)) for name in dict.fromkeys(names)]

@@ -133,8 +133,8 @@ class StepSimulator:
     def _alone(self, program: StepProgram) -> SimulatedProgram:
         now, spans = self._begin(program)
         computes = busy = 0.0
-        graphs = {name: self.graph(program, program.graphs[name], 0) for name in dict.fromkeys(program.turns)}
-        for micro, name in enumerate(program.turns):
+        graphs = {name: self.graph(program, program.graphs[name], 0) for name in dict.fromkeys(program.micro_graphs)}
+        for micro, name in enumerate(program.micro_graphs):
             graph = graphs[name]
             spans += [_moved(span, 0, now, micro) for span in graph.spans]
             now, busy, computes = now + graph.seconds, busy + graph.seconds, computes + graph.computes
@@ -247,10 +247,10 @@ class StepSimulator:
                     cells.append((WEIGHT, stage))
                 total = GraphTime(0.0, 0.0, ())
                 for cell in cells:
-                    turns = pipeline.turns.get((rank, cell))
-                    if not turns:
+                    micro_graphs = pipeline.micro_graphs.get((rank, cell))
+                    if not micro_graphs:
                         continue
-                    name = turns[counts[cell] % len(turns)]
+                    name = micro_graphs[counts[cell] % len(micro_graphs)]
                     counts[cell] += 1
                     if (name, rank) not in graphs:
                         graphs[name, rank] = self.graph(program, program.graphs[name], rank)

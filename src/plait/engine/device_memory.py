@@ -52,7 +52,7 @@ def bytes_by_class(state: TrainState) -> dict[str, int]:
     executor: Any = state.executor
     found: dict[str, int] = {}
     if executor is not None:
-        inputs = executor.variables.inputs.values() if hasattr(executor, "variables") else ()
+        inputs = executor.rank_parameters.inputs.values() if hasattr(executor, "rank_parameters") else ()
         parameters = executor.parameters.values()
         values = state.optimizer.state.values() if state.optimizer is not None else ()
         seen: set[int] = set()

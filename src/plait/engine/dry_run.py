@@ -37,7 +37,7 @@ from plait.cost.memory_model import ACTIVATIONS, BUFFERS, OPTIMIZER, PARAMETERS,
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.engine import Engine
 from plait.engine.local_batch import LocalBatch, num_rows
-from plait.engine.optimizer_step import Update
+from plait.engine.optimizer_step import OptimizerStep
 from plait.engine.optimizers import OptimizerFactory
 from plait.errors import PlanError
 from plait.optim.combined import title_of
@@ -224,7 +224,7 @@ def _batch_bytes(batch: Any, plan: Plan) -> int:
 
 
 def _make_state(
-    optimizer: torch.optim.Optimizer, update: Update, parameters: Mapping[str, Tensor], program: RankProgram
+    optimizer: torch.optim.Optimizer, update: OptimizerStep, parameters: Mapping[str, Tensor], program: RankProgram
 ) -> None:
     """Make the optimizer create its state, as in its first step."""
     trained = {output.name for output in program.captured.outputs if output.kind == "gradient"}

@@ -45,7 +45,7 @@ from plait.engine.local_batch import LocalBatch, num_rows, replica_key, rows_of_
 from plait.engine.local_sgd.replicas import Replicas
 from plait.engine.loss_scale import LossScale
 from plait.engine.model_weights import AsItWas, refuse_away
-from plait.engine.optimizer_step import Update
+from plait.engine.optimizer_step import OptimizerStep
 from plait.engine.optimizer_trials import note_absent
 from plait.engine.optimizers import OptimizerFactory, build_both, build_optimizer
 from plait.engine.rank_executor import RankExecutor
@@ -217,7 +217,7 @@ class Engine:
         """What steps the optimizer, and knows where its state is."""
         assert self.state.optimizer is not None
         executor = self.executor
-        return Update(self.state.optimizer, executor.parameters, executor.sharding, self.world, self.offload)
+        return OptimizerStep(self.state.optimizer, executor.parameters, executor.sharding, self.world, self.offload)
 
     def padded(self, batch: Any, train: bool = True) -> PaddedBatch:
         """The batch with its sequences padded, if the plan says so. All ranks must call it."""

@@ -78,7 +78,7 @@ class _Buffer:
         self._memory, self.members, self.found = page_memory(0), [], []
 
 
-class Update:
+class OptimizerStep:
     """Steps an optimizer over a rank's `parameters`. State on disk is represented by tensors without memory.
 
     `sharding` decides the chunks, so that they are equal on every rank: an optimizer may sum over ranks.

@@ -31,7 +31,7 @@ from plait.engine.initial_values import initial_buffers
 from plait.engine.local_batch import LocalBatch, first_microbatch, global_like, microbatches, num_rows
 from plait.engine.local_tensors import counts_here, gather_whole, is_whole, local_part, summed_square_axes
 from plait.engine.python_effects import Changes
-from plait.engine.rank_parameters import Variables
+from plait.engine.rank_parameters import RankParameters
 from plait.engine.step_results import joined
 from plait.errors import CaptureError, PlanError
 from plait.spec.layout import Layout
@@ -80,7 +80,7 @@ class RankExecutor:
         self.sharding = program.sharding
         self.layouts: dict[str, Layout] = {name: self.sharding.states[name] for name in own}
         self.dtypes = {name: p.dtype for name, p in own.items()}
-        self.variables = Variables(model, program, world, self.offload, seed, adopt)
+        self.rank_parameters = RankParameters(model, program, world, self.offload, seed, adopt)
         self._lent: set[str] = set()  # parameters whose memory is that of the values they were last given
         self.buffers: dict[str, Tensor] = {}
         buffers = dict(model.named_buffers())
@@ -88,14 +88,14 @@ class RankExecutor:
             if adopt and (buffer is not buffers[name] or buffer.device != world.device):
                 buffers[name].data = buffer.to(world.device)
             self.buffers[name] = buffers[name] if adopt else buffer.detach().clone().to(world.device)
-        self.buffers |= self.variables.changing
+        self.buffers |= self.rank_parameters.changing
         self._places = [
             (name, module, key)
             for prefix, module in (model.named_modules() if adopt else ())
             for key in module._buffers
             if (name := f"{prefix}.{key}" if prefix else key) in buffers
         ]
-        held = {} if compiler.plan.shares_parameters or not adopt else self.variables.parameters
+        held = {} if compiler.plan.shares_parameters or not adopt else self.rank_parameters.parameters
         self._held = [
             (name, module, key, p)
             for prefix, module in model.named_modules()
@@ -105,7 +105,7 @@ class RankExecutor:
 
     def release(self) -> None:
         """Free the model's own copies of parameters that are stored elsewhere."""
-        self.variables.release()
+        self.rank_parameters.release()
 
     @property
     def model(self) -> nn.Module:
@@ -114,7 +114,7 @@ class RankExecutor:
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The tensors that the optimizer updates: this rank's part of each parameter, by name."""
-        return self.variables.parameters
+        return self.rank_parameters.parameters
 
     @property
     def absent(self) -> dict[str, nn.Parameter]:
@@ -217,7 +217,7 @@ class RankExecutor:
             )
         before = changes.begin()
         leaves = (self._leaves(part, program) for part in parts)
-        results = executable.run(key, self.variables.inputs, buffers, leaves, scale, update)
+        results = executable.run(key, self.rank_parameters.inputs, buffers, leaves, scale, update)
         self._hand_out(captured, outside)
         changes.end(before, len(parts))
         if train:
@@ -288,7 +288,7 @@ class RankExecutor:
 
     def updated(self) -> None:
         """Make the graph read the parameters that the optimizer has changed."""
-        self.variables.updated()
+        self.rank_parameters.updated()
 
     def _leaves(self, batch: Any, program: RankProgram) -> dict[str, Tensor]:
         """This rank's part of every tensor of the batch, by name, on its device."""
@@ -349,15 +349,15 @@ class RankExecutor:
 
     def local(self, name: str) -> Tensor | None:
         """This rank's part of a parameter, wherever it is stored; None if another rank has it."""
-        return self.variables.local(name)
+        return self.rank_parameters.local(name)
 
     def set_local(self, name: str, part: Tensor) -> None:
         """Set this rank's part of a parameter. The graph reads it after `updated`."""
-        self.variables.set_local(name, part)
+        self.rank_parameters.set_local(name, part)
 
     def set_whole(self, name: str, whole: Tensor) -> None:
         """Set a parameter from a whole tensor, by taking its memory if the graph reads the parameter there."""
-        inputs, own = self.variables.inputs, self.parameters.get(name)
+        inputs, own = self.rank_parameters.inputs, self.parameters.get(name)
         alone = self.world.mesh.size == 1 and is_host(self.world.device) and is_whole(self.layouts[name])
         if alone and name in inputs and (inputs[name] is own or name in self._lent):
             self._lent.add(name)

@@ -39,7 +39,7 @@ from plait.plan.sharding_plan import DISK, Gather
 from plait.schedule.buckets import bucket_limit, split_buckets
 
 
-class Variables:
+class RankParameters:
     """The parameters of one rank.
 
     parameters  the optimizer's tensors, by name, for the parameters that this rank has a part of

@@ -94,7 +94,7 @@ class XlaExecutor(RankExecutor):
     def release(self) -> None:
         """Take the parameters out of the model: their values on the host are old after the first step."""
         if self._adopted:
-            own = self.variables.parameters.keys()
+            own = self.rank_parameters.parameters.keys()
             release(self.model, own, {n: where(self.device_sharding.parameters[n], self._plan) for n in own})
 
     # Parameters
@@ -103,12 +103,12 @@ class XlaExecutor(RankExecutor):
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters in host memory, whole and as new as the devices'. A step reads what is written to them."""
         self._fetch()
-        return self.variables.parameters
+        return self.rank_parameters.parameters
 
     @property
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """The same, whose values may be old."""
-        return self.variables.parameters
+        return self.rank_parameters.parameters
 
     @torch.no_grad()
     def _fetch(self) -> None:
@@ -116,13 +116,13 @@ class XlaExecutor(RankExecutor):
             return
         self._are_newer = False
         for name, array in self.arrays.items():
-            parameter = self.variables.parameters[name]
+            parameter = self.rank_parameters.parameters[name]
             parameter.detach().copy_(to_torch(array))
             self._versions[name] = parameter._version
 
     def _upload(self) -> None:
         """Copy parameters that were written on the host to the devices."""
-        for name, parameter in self.variables.parameters.items():
+        for name, parameter in self.rank_parameters.parameters.items():
             if self._versions.get(name) != parameter._version:
                 with as_in_torch():
                     self.arrays[name] = put(parameter, self.placed.held[name])

@@ -175,15 +175,15 @@ class Explanation:
         program = self.program
         graphs = eager_graphs(program)
         if program.pipeline is None:
-            return [graphs[program.turns[-1]]]
-        return [graphs[name] for name, part in program.graphs.items() if part.turn in ("alone", "last", "more")]
+            return [graphs[program.micro_graphs[-1]]]
+        return [graphs[name] for name, part in program.graphs.items() if part.accumulation in ("alone", "last", "more")]
 
     def _gradients(self, name: str) -> list[Any]:
         """The nodes that the graphs return as the gradient of parameter `name`."""
         program = self.program
         graphs = eager_graphs(program)
         if program.pipeline is None:
-            pairs = [(program.captured.outputs, graphs[program.turns[-1]])]
+            pairs = [(program.captured.outputs, graphs[program.micro_graphs[-1]])]
         else:
             cells = program.pipeline.cells.graphs
             pairs = [(cells[cell].outputs, graph) for cell, graph in program.of_cells(graphs).items()]

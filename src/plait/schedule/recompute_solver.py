@@ -49,7 +49,7 @@ def choose_kept(values: Sequence[KeptValue], budget_bytes: int | None) -> set[in
     num = len(values)
     if num == 0:
         return set() if budget_bytes is None or budget_bytes >= 0 else None
-    # Variables of the program: kept[0..num), recomputed[0..num).
+    # RankParameters of the program: kept[0..num), recomputed[0..num).
     size = np.array([v.bytes if v.keepable else 0 for v in values], dtype=float)
     total = max(size.sum(), 1.0)
     seconds = np.array([v.seconds for v in values])

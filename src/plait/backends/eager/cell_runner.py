@@ -32,7 +32,7 @@ class CellRunner:
     def __init__(
         self,
         program: Program,
-        turns: Mapping[Cell, Sequence[str]],
+        micro_graphs: Mapping[Cell, Sequence[str]],
         exchange: Callable[[dict[str, Tensor]], None],
         key: int,
         parameters: Mapping[str, Tensor],
@@ -43,7 +43,7 @@ class CellRunner:
         assert program.program.pipeline is not None
         self._program = program
         self._pipeline = program.program.pipeline
-        self._turns = turns
+        self._micro_graphs = micro_graphs
         self._exchange = exchange
         self._key = key
         self._parameters = parameters
@@ -58,10 +58,10 @@ class CellRunner:
 
     def run_cell(self, cell: Cell, micro: int, saved: SavedValues) -> Mapping[str, Tensor]:
         """Run the cell on a microbatch and add its gradients to the sums."""
-        found = self._call(cell, micro, saved, self._turns[cell][self._counts[cell]], self._parameters)
+        found = self._call(cell, micro, saved, self._micro_graphs[cell][self._counts[cell]], self._parameters)
         self._counts[cell] += 1
         self._sums[cell] = found["gradient"]
-        if self._counts[cell] == len(self._turns[cell]):
+        if self._counts[cell] == len(self._micro_graphs[cell]):
             for name, gradient in self._sums.pop(cell).items():
                 before = self.gradients.get(name)
                 self.gradients[name] = gradient if before is None else before.add_(gradient)
@@ -75,10 +75,10 @@ class CellRunner:
         """Nothing: parameters are updated after the step."""
 
     def _call(
-        self, cell: Cell, micro: int, saved: SavedValues, turn: str, parameters: Mapping[str, Tensor]
+        self, cell: Cell, micro: int, saved: SavedValues, graph: str, parameters: Mapping[str, Tensor]
     ) -> dict[str, dict[str, Tensor]]:
         found = self._program.call(
-            turn,
+            graph,
             self._pipeline.cells.graphs[cell].outputs,
             parameter=parameters,
             buffer=self._buffers,
@@ -130,10 +130,10 @@ class StaleRunner(CellRunner):
         version, (first, num) = self._version[micro], self._groups[micro]
         weights = self._parameters if version == self._newest else self._older[version]
         backward = cell[0] == BACKWARD
-        turns = self._program.program.turns_of_cell(cell, num if backward else 1)
+        micro_graphs = self._program.program.micro_graphs_of_cell(cell, num if backward else 1)
         if backward:
             self._sums = defaultdict(dict, self._of_group.get(first, {}))
-        found = self._call(cell, micro, saved, turns[self._done[first, cell] if backward else 0], weights)
+        found = self._call(cell, micro, saved, micro_graphs[self._done[first, cell] if backward else 0], weights)
         if backward:
             self._done[first, cell] += 1
             self._of_group.setdefault(first, {})[cell] = found["gradient"]

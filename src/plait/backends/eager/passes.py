@@ -107,9 +107,9 @@ def _send_gradients(draft: EagerDraft) -> None:
     pipeline = draft.program.pipeline
     away = draft.program.sharding.gradients_away.difference(pipeline.added_up if pipeline is not None else ())
     for part in draft.parts.values():
-        kind = "sum" if part.turn in ("first", "middle") else "gradient"
+        kind = "sum" if part.accumulation in ("first", "middle") else "gradient"
         part.graph = offload_gradients(part.graph, kind, part.gradients, away)
-        given = "gradient" if part.turn == "more" else "sum"
+        given = "gradient" if part.accumulation == "more" else "sum"
         part.graph = fetch_sums(part.graph, given, away, draft.bucket_bytes)
 
 

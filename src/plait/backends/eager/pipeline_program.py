@@ -53,8 +53,8 @@ class PipelineProgram:
             schedule, cells.values, list(cells.graphs), self.comm, self._here, recorder, world.device, activations
         )
         chunks = schedule.stages[self.comm.rank]
-        self._turns = {
-            cell: program.turns_of_cell(cell, schedule.num_micro_of(self.comm.rank, chunks.index(cell[1])))
+        self._micro_graphs = {
+            cell: program.micro_graphs_of_cell(cell, schedule.num_micro_of(self.comm.rank, chunks.index(cell[1])))
             for cell in cells.graphs
             if cell[1] in chunks
         }
@@ -95,7 +95,7 @@ class PipelineProgram:
         update: Update | None = None,
     ) -> list[StepResult]:
         """Run one step as Executable.run says."""
-        rest = (self._cells, self._turns, self.exchange, key, parameters, buffers, list(batches), scale)
+        rest = (self._cells, self._micro_graphs, self.exchange, key, parameters, buffers, list(batches), scale)
         step: CellRunner
         if self.pipeline.schedule.asynchronous:
             assert update is not None, "only a trainer steps under an asynchronous schedule"

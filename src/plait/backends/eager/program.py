@@ -59,7 +59,7 @@ class Program:
         self._outputs = captured.outputs
         self._constants = {name: value.to(world.device) for name, value in captured.constants.items()}
         self._coordinates = world.mesh.coordinates(world.rank)
-        self._turns: dict[str, tuple[Any, Graph, list[tuple[str, str]]]] = {}
+        self._compiled: dict[str, tuple[Any, Graph, list[tuple[str, str]]]] = {}
 
     @property
     def collective_order(self) -> str:
@@ -78,10 +78,10 @@ class Program:
         """Run one step as Executable.run says: every microbatch goes through the whole graph."""
         results: list[StepResult] = []
         sums: dict[str, Tensor] = {}
-        for index, (turn, batch) in enumerate(zip(self.program.turns, batches, strict=True)):
+        for index, (name, batch) in enumerate(zip(self.program.micro_graphs, batches, strict=True)):
             given = {"parameter": parameters, "buffer": buffers, "batch": batch, "sum": sums, "scale": scale}
             with nullcontext() if self._recorder is None else self._recorder.microbatch(index):
-                found = self.call(turn, self._outputs, key=micro_key(key, index), **given)
+                found = self.call(name, self._outputs, key=micro_key(key, index), **given)
             for name, value in found["buffer"].items():
                 buffers[name].copy_(value)
             sums = found["gradient"]
@@ -102,7 +102,7 @@ class Program:
         `given` has the graph's inputs by kind: a mapping by name for parameters, buffers, batch leaves and sums, and a
         single value for every other kind. PlanError if an op has no kernel for the plan's precision.
         """
-        forward, local, inputs = self._turn(graph)
+        forward, local, inputs = self._compiled_graph(graph)
         given |= {"constant": self._constants, "offload": self._offload}
         args = [given[kind].get(name) if kind in _NAMED else given[kind] for kind, name in inputs]
         try:
@@ -120,10 +120,10 @@ class Program:
                 found[output.kind][output.name] = value
         return found
 
-    def _turn(self, turn: str) -> tuple[Any, Graph, list[tuple[str, str]]]:
+    def _compiled_graph(self, name: str) -> tuple[Any, Graph, list[tuple[str, str]]]:
         """The function of a graph, the graph, and (kind, name) of each argument after the World."""
-        if turn not in self._turns:
-            graph = graph_of_rank(self._graphs[turn], self._coordinates)
+        if name not in self._compiled:
+            graph = graph_of_rank(self._graphs[name], self._coordinates)
             if self._recorder is not None:
                 graph = self._recorder.with_expert_counts(graph)
                 if self.program.pipeline is None:
@@ -134,8 +134,8 @@ class Program:
                 for node in placeholders(graph)
                 if node.name != WORLD
             ]
-            self._turns[turn] = (_compile(graph), graph, inputs)
-        return self._turns[turn]
+            self._compiled[name] = (_compile(graph), graph, inputs)
+        return self._compiled[name]
 
 
 def outputs_of(captured: Captured, values: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Outputs | None:

@@ -1,6 +1,6 @@
 """Gradient accumulation: the graphs of a step's microbatches, which add up gradients from one to the next.
 
-    turn     microbatch                                 gradients that its graph returns
+    name     microbatch                                 gradients that its graph returns
     alone    the only one; the first with zero=2 and 3  summed over ranks (with zero=2 and 3, a part of the sum)
     more     all others with zero=2 and 3               as alone, added to the sums that it is given
     first    the first of several                       of this rank, not summed over ranks
@@ -40,8 +40,8 @@ def narrow_dtypes(graphs: Iterable[Graph], names: Collection[str]) -> dict[str, 
     return {info_of(n).name: dtype_name(n.meta["val"].dtype) for n in parameters if info_of(n).stored_dtype is not None}
 
 
-def graphs_by_turn(part: StepGraph, keeps_parts: bool) -> dict[str, Graph]:
-    """The graphs of a step or a cell for its microbatches, by turn.
+def accumulation_graphs(part: StepGraph, keeps_parts: bool) -> dict[str, Graph]:
+    """The graphs of a step or a cell for its microbatches, by name.
 
     With `keeps_parts` (zero=2 and 3) gradients are summed over ranks in every microbatch, and a rank keeps its part.
     """

@@ -106,13 +106,13 @@ def split_cells(
     ends = _split_gradients(graph, outputs)
     order = {node: i for i, node in enumerate(graph.nodes)}
     cell_of = _assign(graph, ends, num_stages, anywhere, weights)
-    turn = {cell: i for i, cell in enumerate(_in_order(num_stages, weights))}
+    cell_order = {cell: i for i, cell in enumerate(_in_order(num_stages, weights))}
     readers: dict[Node, set[Cell]] = {}
     for node, cell in cell_of.items():
         for source in _sources(node, anywhere):
             if source.op == "call_function" and cell_of[source] != cell:
                 readers.setdefault(source, set()).add(cell)
-    ending: dict[Cell, list[tuple[Output, Any]]] = {cell: [] for cell in turn}
+    ending: dict[Cell, list[tuple[Output, Any]]] = {cell: [] for cell in cell_order}
     for output, result in ends:
         ending[_cell_of_output(output, result, cell_of, anywhere, num_stages)].append((output, result))
     for results in ending.values():
@@ -120,8 +120,8 @@ def split_cells(
             assert not isinstance(result, Node) or result.op == "placeholder" or result in cell_of or result in anywhere
     values = []
     for node in sorted(readers, key=order.__getitem__):
-        users = tuple(sorted(readers[node], key=turn.__getitem__))
-        assert all(turn[user] > turn[cell_of[node]] for user in users), f"{node} goes back in time"
+        users = tuple(sorted(readers[node], key=cell_order.__getitem__))
+        assert all(cell_order[user] > cell_order[cell_of[node]] for user in users), f"{node} goes back in time"
         values.append(Value(node.name, cell_of[node], users, node.meta["val"], dict(info_of(node).owner)))
     by_name = {value.name: value for value in values}
     nodes = {node.name: node for node in cell_of}
@@ -131,11 +131,11 @@ def split_cells(
                 results[place] = (output, own_memory(graph, result))  # others are added to it in place
                 cell_of[results[place][1]] = cell_of[result]
                 order[results[place][1]] = len(order)
-    inside: dict[Cell, dict[Node, None]] = {cell: {} for cell in turn}
+    inside: dict[Cell, dict[Node, None]] = {cell: {} for cell in cell_order}
     for node in sorted(cell_of, key=order.__getitem__):
         inside[cell_of[node]][node] = None
     graphs = {}
-    for cell in turn:
+    for cell in cell_order:
         builder = _CellBuilder(cell, graph, inside[cell], anywhere)
         for node in inside[cell]:
             builder.copy(node)

@@ -33,7 +33,7 @@ def is_away(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Holding:
+class LocalShard:
     """A rank's part of a tensor of `shape`.
 
     data        the part; None if the rank has none
@@ -49,13 +49,13 @@ class Holding:
     copy: int = 0
 
     @classmethod
-    def laid_out(cls, data: Tensor | Kept | None, layout: Layout, world: World) -> Holding:
+    def laid_out(cls, data: Tensor | Kept | None, layout: Layout, world: World) -> LocalShard:
         """This rank's part of a tensor with this layout."""
         found, num_copies, copy = _part(layout, world.mesh, world.rank)
         return cls(layout.shape, data, found if data is not None else (), num_copies, copy)
 
     @classmethod
-    def whole(cls, data: Tensor) -> Holding:
+    def whole(cls, data: Tensor) -> LocalShard:
         """A whole tensor that only this rank has."""
         shape = tuple(data.shape)
         return cls(shape, data, (Fragment(TensorSlice.whole(shape), (0,) * len(shape)),) if data.numel() else ())
@@ -78,21 +78,21 @@ class WrittenPiece:
     in_memory: bool
 
 
-def pieces(name: str, holding: Holding) -> list[list[WrittenPiece]]:
+def pieces(name: str, shard: LocalShard) -> list[list[WrittenPiece]]:
     """The pieces of a tensor that this rank writes, one list per file, because a file has each name only once."""
-    data = holding.data
+    data = shard.data
     found: list[list[WrittenPiece]] = []
     if data is None:
         return found
-    for fragment in holding.fragments:
+    for fragment in shard.fragments:
         block, at = fragment.block, fragment.at
-        if holding.num_copies > 1:
+        if shard.num_copies > 1:
             rows = block.shape[0] if block.shape else 1
-            shared = rows >= holding.num_copies and block.num_elements * data.dtype.itemsize >= _SHARED
+            shared = rows >= shard.num_copies and block.num_elements * data.dtype.itemsize >= _SHARED
             if shared:
-                start, stop = part_bounds(rows, holding.num_copies, holding.copy)
+                start, stop = part_bounds(rows, shard.num_copies, shard.copy)
                 block, at = block.rows(start, stop), (at[0] + start, *at[1:])
-            elif zlib.crc32(name.encode()) % holding.num_copies != holding.copy:
+            elif zlib.crc32(name.encode()) % shard.num_copies != shard.copy:
                 continue
         if block.num_elements:
             slices = Fragment(block, at).slices

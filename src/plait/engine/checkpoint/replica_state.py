@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from plait.engine.checkpoint.local_shards import Holding
+from plait.engine.checkpoint.local_shards import LocalShard
 from plait.engine.checkpoint.manifest import Manifest
 from plait.engine.checkpoint.snapshot import state_layout
 from plait.engine.checkpoint.source import Source, Wanted, whole_of
@@ -45,16 +45,16 @@ def values(run: TrainState) -> dict[str, Any] | None:
     return {"num": replicas.num, "agreed_at": replicas.agreed_at, "begun": _begun(replicas)}
 
 
-def holdings(run: TrainState) -> dict[str, Holding]:
+def local_shards(run: TrainState) -> dict[str, LocalShard]:
     """The tensors above, as far as this rank has them. Waits for exchanges in flight; their results are applied when
     due."""
     replicas = run.replicas
     if replicas is None:
         return {}
-    found = {name: Holding.laid_out(tensor, layout, run.world) for name, tensor, layout in _tensors(run, replicas)}
+    found = {name: LocalShard.laid_out(tensor, layout, run.world) for name, tensor, layout in _tensors(run, replicas)}
     if replicas.index == 0:
         prefix = f"factors/{_rank_within(run, replicas)}/"
-        found |= {prefix + name: Holding.whole(factor) for name, factor in replicas.exchange.factors.items()}
+        found |= {prefix + name: LocalShard.whole(factor) for name, factor in replicas.exchange.factors.items()}
     return found
 
 

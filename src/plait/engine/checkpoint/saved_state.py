@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from plait.engine.checkpoint import random_state, replica_state, write
 from plait.engine.checkpoint.compatibility import EMA, MODEL, STATE
-from plait.engine.checkpoint.local_shards import Holding, Kept, is_away
+from plait.engine.checkpoint.local_shards import Kept, LocalShard, is_away
 from plait.engine.checkpoint.saver import Saver
 from plait.engine.checkpoint.snapshot import group_options, persistent_of, state_layout
 from plait.engine.checkpoint.storage import Location
@@ -48,18 +48,18 @@ def describe(run: TrainState, extra: Mapping[str, Any]) -> State:
             f"{title_of(optimizer)} keeps tensors in its attribute {lost}, and a checkpoint cannot know what they"
             " belong to; let it keep them in state[parameter]"
         )
-    tensors: dict[str, Holding] = {}
+    tensors: dict[str, LocalShard] = {}
     own: dict[str, Any] = {}
     means = _means(run)
     for name, parameter in held.parameters.items():
         data: Any = means.get(MODEL + name, parameter.detach())
         if is_away(data):
             data = Kept(tuple(data.shape), data.dtype, functools.partial(_local, run, name))
-        tensors[MODEL + name] = Holding.laid_out(data, held.layouts[name], world)
+        tensors[MODEL + name] = LocalShard.laid_out(data, held.layouts[name], world)
     if world.rank == 0:
         persistent = persistent_of(held)
         buffers = {MODEL + name: b for name, b in held.buffers.items() if name in persistent}
-        tensors |= {name: Holding.whole(means.get(name, buffer)) for name, buffer in buffers.items()}
+        tensors |= {name: LocalShard.whole(means.get(name, buffer)) for name, buffer in buffers.items()}
     for name, parameter in held.parameters.items():
         away = _OffloadedState(run, parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -67,15 +67,15 @@ def describe(run: TrainState, extra: Mapping[str, Any]) -> State:
             value = means.get(full, value)
             if torch.is_tensor(value):
                 layout = state_layout(run, name, key, tuple(value.shape))
-                tensors[full] = Holding.laid_out(away.kept(key, value) if is_away(value) else value, layout, world)
-            elif Holding.laid_out(None, state_layout(run, name, key, ()), world).copy == 0:
+                tensors[full] = LocalShard.laid_out(away.kept(key, value) if is_away(value) else value, layout, world)
+            elif LocalShard.laid_out(None, state_layout(run, name, key, ()), world).copy == 0:
                 own[full] = value
     if run.average is not None:
         for name, part in run.average.tensors.items():
-            tensors[EMA + name] = Holding.laid_out(part, held.layouts[name], world)
+            tensors[EMA + name] = LocalShard.laid_out(part, held.layouts[name], world)
     if random_state.has_own(world):
         states, own[f"random/{world.rank}"] = random_state.take(world)
-        tensors |= {f"random/{world.rank}/{name}": Holding.whole(tensor) for name, tensor in states.items()}
+        tensors |= {f"random/{world.rank}/{name}": LocalShard.whole(tensor) for name, tensor in states.items()}
     values = {
         "step": run.step_number,
         "seed": run.seed,
@@ -88,7 +88,7 @@ def describe(run: TrainState, extra: Mapping[str, Any]) -> State:
         "extra": dict(extra),
         "model_config": config_of(held.model),
     }
-    return State(tensors | replica_state.holdings(run), values, own)
+    return State(tensors | replica_state.local_shards(run), values, own)
 
 
 def config_of(model: nn.Module) -> str | None:

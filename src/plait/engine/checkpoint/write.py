@@ -33,7 +33,7 @@ from plait.cost.memory_model import padded
 from plait.engine.checkpoint.barrier import Barrier
 from plait.engine.checkpoint.checkpoint_folders import checkpoints, newest, own_folders
 from plait.engine.checkpoint.json_values import encode
-from plait.engine.checkpoint.local_shards import Holding, WrittenPiece, pieces
+from plait.engine.checkpoint.local_shards import LocalShard, WrittenPiece, pieces
 from plait.engine.checkpoint.manifest import BLOCK, NAME, FileEntry, Manifest, saved_at
 from plait.engine.checkpoint.safetensor import Entry, check_dtype, write_header
 from plait.engine.checkpoint.saver import Saver
@@ -55,7 +55,7 @@ class State:
     Values are JSON values, and tuples, bytes and small tensors.
     """
 
-    tensors: dict[str, Holding]
+    tensors: dict[str, LocalShard]
     values: dict[str, Any]
     own: dict[str, Any] = field(default_factory=dict)
 
@@ -103,18 +103,18 @@ class _Save:
         own = {name: encode(value, name, small.__setitem__) for name, value in state.own.items()}
         held = dict(state.tensors)
         if world.rank == 0:
-            held |= {name: Holding.whole(tensor) for name, tensor in small.items()}
+            held |= {name: LocalShard.whole(tensor) for name, tensor in small.items()}
         layers: list[list[WrittenPiece]] = []
-        for name, holding in held.items():
-            for index, members in enumerate(pieces(name, holding)):
+        for name, shard in held.items():
+            for index, members in enumerate(pieces(name, shard)):
                 layers.extend([] for _ in range(index + 1 - len(layers)))
                 layers[index] += members
         self.images = [Image(layer) for layer in layers]
         shapes = {}
-        for name, holding in held.items():
-            if holding.data is not None:
-                check_dtype(name, torch_name(holding.data.dtype))
-                shapes[name] = [list(holding.shape), torch_name(holding.data.dtype)]
+        for name, shard in held.items():
+            if shard.data is not None:
+                check_dtype(name, torch_name(shard.data.dtype))
+                shapes[name] = [list(shard.shape), torch_name(shard.data.dtype)]
         self._record = {"tensors": shapes, "own": own}
 
     def copied(self, saver: Saver) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Variables that one process holds with their optimizer: a server's pieces, or the coordinator's full model.
+"""RankParameters that one process holds with their optimizer: a server's pieces, or the coordinator's full model.
 
 It is a TrainState, so that a server's snapshot and the run's checkpoint have one format.
 """
@@ -56,7 +56,7 @@ class _ServedParts:
 
 
 class OptimizerShard(TrainState):
-    """Variables, and the user's optimizer that updates them, as checkpoints save and load them."""
+    """RankParameters, and the user's optimizer that updates them, as checkpoints save and load them."""
 
     def __init__(
         self,
