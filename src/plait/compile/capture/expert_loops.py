@@ -114,12 +114,13 @@ class ExpertLoop:
         raise dynamic()
 
     def candidates(self, mask: Node, num_rows: int) -> list[Node]:
-        """Integers, one for each row, from which the mask is computed; the nearest first."""
+        """Integers, one for each row, from which the mask is computed; the nearest first. No number of rows is any."""
         found: list[Node] = []
         seen, queue = {mask}, [mask]
         for node in queue:
             value = node.meta["val"]
-            if node is not mask and is_tensor(node) and value.numel() == num_rows and not _is_fractional(value):
+            fits = num_rows in (0, value.numel()) if is_tensor(node) else False
+            if node is not mask and fits and not _is_fractional(value):
                 found.append(whole_numbers(node))
             for source in node.all_input_nodes:
                 if source not in seen and len(seen) < _MOST_STEPS:
@@ -137,9 +138,10 @@ class ExpertLoop:
 
         return is_settled(self.recorder, mask, root) and holds_for_samples(mask, root, num, is_one_hot, order)
 
-    def roots_of(self, mask: Tensor) -> list[Node]:
-        """Integers from which the mask is computed, and that are the places of rows if these are known."""
-        found = self.candidates(self.recorder.node_of(mask), mask.numel())
+    def roots_of(self, mask: Tensor, any_number: bool = False) -> list[Node]:
+        """Integers from which the mask is computed, and that are the places of rows if these are known; with
+        `any_number`, of several rows for each element of the mask."""
+        found = self.candidates(self.recorder.node_of(mask), 0 if any_number else mask.numel())
         return found if self.root is None else [one for one in found if computes_same(one, self.root, self.same)]
 
     def finds_place(self, mask: Tensor, root: Node, number: int, num: int) -> bool:
@@ -160,6 +162,33 @@ class ExpertLoop:
             return isinstance(found, Tensor) and torch.equal(found != 0, given[root].permute(order).long() == number)
 
         return is_settled(self.recorder, mask, root) and holds_for_samples(mask, root, num, is_place, order, number)
+
+    def has_place(self, mask: Tensor, root: Node, number: int, num: int) -> bool:
+        """Whether the mask is that of one place, of rows or of the tokens that have several rows."""
+        if root.meta["val"].numel() == mask.numel():
+            return self.finds_place(mask, root, number, num)
+        return self.finds_tokens(mask, root, number, num)
+
+    def finds_tokens(self, mask: Tensor, root: Node, number: int, num: int) -> bool:
+        """Whether the mask is true where one of several rows has this one of `num` places, and none has it twice. If
+        so, rows have the places of `root`."""
+        node, value, found = self.recorder.node_of(mask), root.meta["val"], self.recorder.tensor_of(root)
+        if found is None or tuple(value.shape[:-1]) != tuple(mask.shape):
+            return False
+
+        def has_place(ids: Tensor, given: dict[Node, Tensor]) -> bool:
+            selected = known_value(node, given, {})
+            return isinstance(selected, Tensor) and torch.equal(selected != 0, (given[root].long() == number).any(-1))
+
+        if not is_settled(self.recorder, node, root) or not holds_for_samples(node, root, num, has_place, number):
+            return False
+        before = self.root, self.order
+        self.root, self.order = root, tuple(range(mask.ndim))
+        if mask.ndim != 1 or not self.is_once_along(0):
+            self.root, self.order = before
+            return False
+        self.ids = found.reshape(-1) if self.ids is None else self.ids
+        return True
 
     def _goes_to_all(self) -> bool:
         """Whether the loop goes to every place that has a row."""
@@ -265,6 +294,12 @@ class ExpertRound:
         if key not in self.loop.tables:
             self.loop.tables[key] = torch.stack(found)
         return OwnRow(self.loop.tables[key], self)
+
+    def place_in(self, index: Any, length: int) -> Any:
+        """An index beside those of rows, in a dim of this length. If it may be the number of the place, which Python
+        knows, it is the place of each row."""
+        may_be = type(index) is int and index == self.number and length == len(self.loop.places.keep)
+        return self.ids if may_be else index
 
     def rows(self, mask: Tensor) -> tuple[ExpertRows, ...]:
         """The indices that torch.where gives of the mask of one place."""

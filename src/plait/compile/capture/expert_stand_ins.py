@@ -56,6 +56,10 @@ class Round(Protocol):
     def reading(self, read: Callable[[], Tensor]) -> tuple[Tensor, list[Node]]:
         """A value, and the calls that compute it."""
 
+    def place_in(self, index: Any, length: int) -> Any:
+        """An index beside those of rows, in a dim of this length. If it may be the number of the place, which Python
+        knows, it is the place of each row."""
+
     def forgive(self, nodes: Sequence[Node]) -> None:
         """Let these calls read a value to which rows are added: nothing else is computed from them."""
 

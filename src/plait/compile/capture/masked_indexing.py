@@ -143,6 +143,10 @@ class Selections(TorchFunctionMode):
             return NotImplemented
         first, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
         if _is_mask(first) and first.ndim and tuple(first.shape) == tuple(x.shape[: first.ndim]):
+            if self.merges and first.ndim == 1 and (found := self._unrolled_rows(first)) is not None:
+                (rows,) = found
+                places = [rows.body.place_in(one, length) for one, length in zip(rest, x.shape[1:], strict=False)]
+                return rows.read(x, (rows, *places))
             chosen = Selected.of(x.flatten(0, first.ndim - 1), first, self)
             return chosen[(slice(None), *rest)] if rest else chosen  # type: ignore[index]
         each = index if isinstance(index, tuple) else (index,)
@@ -164,7 +168,8 @@ class Selections(TorchFunctionMode):
 
     def _set_item(self, x: Any, index: Any, value: Any) -> Any:
         if isinstance(value, ExpertRows):
-            return value.write(x, index)
+            by_mask = _is_mask(index) and value.source is not None and self._unrolled_rows(index) is not None
+            return value.write(x, value.source[1] if by_mask and value.source is not None else index)
         if not isinstance(value, Selected):
             return NotImplemented
         mask = index.keep if isinstance(index, Selected) and index.positions else index
@@ -189,6 +194,12 @@ class Selections(TorchFunctionMode):
             return None
         if self._loop is not None and self._loop.body is not None:
             return self._loop.body.rows_of_known(mask)
+        return self._unrolled_rows(mask)
+
+    def _unrolled_rows(self, mask: Tensor) -> tuple[ExpertRows, ...] | None:
+        """The rows of one expert of a loop over all of them, whose rounds Python runs."""
+        if self._loop is not None and self._loop.body is not None:
+            return None
         for loop in self.unrolled[-1:]:
             if (rows := loop.rows_of(mask)) is not None:
                 return rows

@@ -21,6 +21,7 @@ from plait.compile.capture.expert_stand_ins import ExpertRows
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.loop_state import calls_since
 from plait.compile.capture.masked_rows import Owner, Selected, dynamic
+from plait.compile.ir.rewriting import root_of
 from plait.compile.ir.samples import bound_of, computes_same
 from plait.compile.ir.views import writes_in_place
 
@@ -39,21 +40,21 @@ class UnrolledLoop(ExpertLoop):
     def of(mask: Tensor, owner: Owner, recorder: GraphRecorder, modules: ExpertModules) -> UnrolledLoop | None:
         """The loop whose first mask this is; None if it is not the mask of expert 0."""
         probe = ExpertLoop(Selected(mask, mask, owner), recorder, modules)
-        for root in probe.roots_of(mask):
+        for root in probe.roots_of(mask, any_number=True):
             num = bound_of(root)
-            if num is not None and num > 1 and probe.finds_place(mask, root, 0, num):
+            if num is not None and num > 1 and probe.has_place(mask, root, 0, num):
                 return UnrolledLoop(num, owner, recorder, modules)
         return None
 
     def rows_of(self, mask: Tensor) -> tuple[ExpertRows, ...] | None:
         """The indices of the rows of the mask, which may begin the next round; None if it belongs to no round."""
         node, number = self.recorder.node_of(mask), len(self._rounds_so_far)
-        if self._mask is not None and computes_same(self._mask, node):
+        if self._mask is not None and computes_same(root_of(self._mask), root_of(node)):
             return self._rounds_so_far[-1].all_rows()
         if number == self.num:
             return None
-        for each in self.roots_of(mask):
-            if bound_of(each) == self.num and self.finds_place(mask, each, number, self.num):
+        for each in self.roots_of(mask, any_number=True):
+            if bound_of(each) == self.num and self.has_place(mask, each, number, self.num):
                 if self._rounds_so_far:
                     self._rounds_so_far[-1].end()
                 self._mask = node

@@ -143,7 +143,7 @@ def sample_ids(num_rows: int, num_experts: int) -> list[Tensor]:
 def bound_of(node: Node) -> int | None:
     """A number that integers are certainly below, and not below zero; None if none is known."""
     node = whole_numbers(node)
-    while (made := same_order(node)) is not None:
+    while (made := same_order(node) or _part_of(node)) is not None:
         node = whole_numbers(made)
     source, output = (node.args[0], node.args[1]) if is_item(node) else (node, 0)
     if not isinstance(source, Node) or op_spec_of(source).picks != output:
@@ -152,3 +152,8 @@ def bound_of(node: Node) -> int | None:
     shape, out = x.meta["val"].shape, node.meta["val"].shape
     shorter = [n for n, m in zip(shape, out, strict=True) if n != m] if len(shape) == len(out) else []
     return int(max(shorter or shape))
+
+
+def _part_of(node: Node) -> Node | None:
+    """The value of which this one is a view, if it is one."""
+    return tensor_inputs(node)[0] if op_spec_of(node).view is not None and not is_item(node) else None
