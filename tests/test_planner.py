@@ -11,6 +11,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import memory_ranks
 import pytest
 import torch
 from comm_worlds import ForkedRank
@@ -19,8 +20,10 @@ from typer.testing import CliRunner
 import plait
 from plait.api.cli import app
 from plait.api.cluster_measurement import describe_here
+from plait.api.job.gpt import loss_fn
 from plait.api.job.metrics import measured_noise, read_steps
 from plait.api.job.this_machine import stale, this_machine
+from plait.api.plan_model import ModelEvaluator
 from plait.comm import launch
 from plait.cost.found_plans import RELAXED_WORTH, USABLE, Candidate, FoundPlans, Goal, best_between
 from plait.cost.noise_scale import NoiseScale
@@ -322,6 +325,28 @@ def test_a_model_of_ones_own() -> None:
         assert each.step.size == pytest.approx(each.memory, rel=1.0)
     with pytest.raises(PlanError, match="is nearest, and misses by"):
         plait.search(model, loss, batch, "xeon-2core", limits="sync=1", memory=100)
+
+
+def test_experts_of_a_captured_model_are_searched() -> None:
+    model, batch = memory_ranks.mixture(), memory_ranks.batch()
+    limits = "sync=1 micro=1 expert=4 pipeline=1 tensor=1 context=1 recompute=none precision=fp32 zero=0..1"
+    homes = "home.optimizer=device home.parameters=device home.activations=device"
+    node = find_cluster("h100x4")
+    evaluator = ModelEvaluator(model, loss_fn, lambda _: batch, memory_ranks.ROWS, node)
+    best = search(evaluator, node, (memory_ranks.ROWS,), Limits.parse(f"{limits} {homes}")).best
+    assert {Parallelism.of(each.plan).experts for each in best} == {4}
+    known = evaluator.forms.experts
+    assert known is not None
+    assert known.number == 4
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    share = sum(size for name, size in sizes.items() if ".down." in name) / sum(sizes.values())
+    assert known.parameters == pytest.approx(share, rel=0.02)
+    rows = 2 * memory_ranks.SEQUENCE  # two experts have each token
+    assert known.num_bytes == pytest.approx(8 * rows * 64 * 4, rel=0.02)  # four exchanges for each of two layers
+    closed, held = evaluator.forms.own(Parallelism.of(best[0].plan)), best[0].step.estimate.memory["parameters"]
+    assert 4 * closed.held == pytest.approx(held, rel=0.02)
+    report = plait.verify(model, loss_fn, batch, best[0].plan)
+    assert report.ok, report
 
 
 def _measured(folder: Path, host: str, num: int = 2) -> Path:

@@ -190,11 +190,11 @@ def test_experts_share_weights_and_send_rows() -> None:
     node = find_cluster("h100x8")
     alone, spread, room = (
         step(f"data=8 {more} precision=bf16-params", 64, node, shape).estimate
-        for more in ("", "expert=8", "expert=8 expert.capacity=1")
+        for more in ("", "expert=8", "expert=8 expert.capacity=8")
     )
     experts = shape.layers * shape.expert_parameters
     assert alone.memory["optimizer"] - spread.memory["optimizer"] == pytest.approx(8 * experts * 7 / 8, rel=1e-6)
-    assert spread.weights == pytest.approx(8 * room.weights, rel=0.05)  # room for all rows at each of 8 ranks
+    assert room.weights == pytest.approx(8 * spread.weights, rel=0.05)  # room for all rows at each of 8 ranks
     assert alone.weights == 0.0
     assert spread.data < alone.data  # no other rank has the same experts
     cut = [step(f"data=8 {more} zero=1", 64, node, shape).estimate.memory["optimizer"] for more in ("", "expert=4")]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +19,7 @@ from plait.compile.capture.capture import LossFn
 from plait.cost.collective_time import CollectiveKind
 from plait.cost.found_plans import Candidate
 from plait.cost.memory_model import GRADIENTS, OPTIMIZER, PARAMETERS, StateBytes
-from plait.cost.model_forms import AxisForms, ModelForms, PrecisionForms
+from plait.cost.model_forms import AxisForms, ExpertForms, ModelForms, PrecisionForms
 from plait.cost.op_time import CallTimes
 from plait.cost.parallel_forms import schedule_activations
 from plait.cost.plan_search import PlanEvaluator, Relief, RoughStep
@@ -31,13 +33,16 @@ from plait.engine.local_batch import num_rows, num_tokens
 from plait.engine.optimizers import OptimizerFactory
 from plait.errors import LayoutError, PlanError
 from plait.plan.annotation import Annotations
+from plait.plan.axes import axis_kind
 from plait.plan.parallelism import BUDGET, FULL, NONE, Homes, Parallelism
 from plait.plan.plan import Plan
 from plait.plan.plan_space import NO_LIMITS, Limits, PlanSpace
+from plait.plan.sharding_plan import ShardingPlan
 from plait.report.memory_table import MemoryEstimate
 from plait.report.step_prediction import StepPrediction
 from plait.spec.cluster import Cluster
 from plait.spec.cluster_file import find_cluster
+from plait.spec.layout import Only, Shard
 
 _ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 _HALVES = (("bf16-params", "bfloat16"), ("bf16", "bfloat16"), ("fp16-params", "float16"), ("fp16", "float16"))
@@ -159,6 +164,7 @@ class ModelEvaluator:
             tuple(forms.precisions),
             self.cluster.has_host_memory,
             limits,
+            experts=forms.experts.number if forms.experts is not None else 1,
             splits_sequence=forms.sequence is not None,
             repeats_layers=any(FULL in each.kept for each in forms.precisions.values()),
         )
@@ -359,6 +365,7 @@ def _probe(simulator: Simulator, rows: int, words: Sequence[str], limits: Limits
         _two_ranks(simulator, "context=2", one, whole_memory, rows)
         if enough and not limits.fixes("context", 1)
         else None,
+        _experts(simulator, rows) if enough and not limits.fixes("expert", 1) else None,
     )
 
 
@@ -407,6 +414,39 @@ def _two_ranks(
         _split(alone.fullest.saved, shared.fullest.saved),
         sent,
     )
+
+
+def _experts(simulator: Simulator, rows: int) -> ExpertForms | None:
+    """What two ranks of experts share; None if the model has none, or does not allow it."""
+    plan = Plan.parse("expert=2")
+    try:
+        number = _num_experts(simulator.lowered(plan).sharding)
+        two, shared = simulator.simulate(plan, memory=False), simulator.memory(plan)
+        alone = simulator.memory(Plan.parse("data=2"))
+    except (PlanError, LayoutError):
+        return None
+    sent = [
+        transfer.held
+        for graph in two.program.graphs.values()
+        for call in graph
+        if isinstance(call, CollectiveCall) and call.part != "wait"
+        for transfer in call.transfers
+        if transfer.kind is CollectiveKind.ALL_TO_ALL
+    ]
+    fraction = _split(alone.fullest.most.get(PARAMETERS, 0), shared.fullest.most.get(PARAMETERS, 0))
+    return ExpertForms(number, fraction, max(len(sent), 1), 2 * sum(sent) / rows)
+
+
+def _num_experts(sharding: ShardingPlan) -> int:
+    """The experts of each mixture: those of its tables, or of modules whose names differ in a number alone."""
+    sizes, alike = [], Counter[str]()
+    for name, each in sharding.parameters.items():
+        for axis, placement in each.compute.placements:
+            if axis_kind(axis).cuts_experts and isinstance(placement, Shard):
+                sizes.append(each.compute.shape[placement.dim])
+            elif axis_kind(axis).cuts_experts and isinstance(placement, Only):
+                alike[re.sub(r"\.\d+\.(?!.*\.\d+\.)", ".", name)] += 1
+    return math.gcd(*sizes, *alike.values())
 
 
 def _split(one: float, two: float) -> float:

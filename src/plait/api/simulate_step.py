@@ -111,6 +111,10 @@ class Simulator:
         """The memory of each rank of the plan."""
         return self._estimator(0).estimate(plan)
 
+    def lowered(self, plan: Plan) -> RankProgram:
+        """What ranks of the plan run, of a model that is lowered as a whole."""
+        return self._estimator(0).program(plan)
+
     def program(self, plan: Plan) -> StepProgram:
         """What the ranks of the plan issue in a step, of a model that is lowered as a whole."""
         return self._described(0, plan)

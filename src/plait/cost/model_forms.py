@@ -44,6 +44,29 @@ class AxisForms:
 
 
 @dataclass(frozen=True)
+class ExpertForms:
+    """What two ranks of experts share.
+
+    Attributes:
+        number: experts of a mixture, which ranks divide.
+        parameters: the fraction of the parameters that they are.
+        exchanges: of rows, by a microbatch, between the ranks.
+        num_bytes: of all of them, for a row of the batch.
+    """
+
+    number: int
+    parameters: float
+    exchanges: int
+    num_bytes: float
+
+    def seconds(self, rows: float, how: Parallelism, stride: int, cluster: Cluster) -> float:
+        """Seconds of the exchanges of a microbatch of so many rows on each rank."""
+        each = self.num_bytes * rows * how.sent_rows / self.exchanges
+        group = range(0, how.experts * stride, stride)
+        return self.exchanges * collective_time(CollectiveKind.ALL_TO_ALL, each, group, cluster)
+
+
+@dataclass(frozen=True)
 class PrecisionForms:
     """What a row takes on one device in a precision: seconds of forward and backward beside those of every microbatch,
     and bytes that are kept for backward, without and with recomputation of layers."""
@@ -69,6 +92,7 @@ class ModelForms:
         weights: ranks that split weights; None if they cannot.
         sequence: the same if they split the sequence between weights too.
         context: ranks that split sequences.
+        experts: of its mixtures; None if it has none that ranks can split.
     """
 
     cluster: Cluster
@@ -82,6 +106,7 @@ class ModelForms:
     weights: AxisForms | None = None
     sequence: AxisForms | None = None
     context: AxisForms | None = None
+    experts: ExpertForms | None = None
 
     def _axes(self, how: Parallelism) -> list[tuple[AxisForms, int, int]]:
         """(what its ranks share, ranks, how far apart they are) of the axes that split what a row takes."""
@@ -98,7 +123,12 @@ class ModelForms:
 
     def own(self, how: Parallelism) -> Owned:
         """Parameters of a rank before ZeRO cuts them."""
-        return Owned(self.parameters * self._share(how, "parameters") / how.pipeline)
+        elements = self.parameters * self._share(how, "parameters") / how.pipeline
+        if self.experts is None:
+            return Owned(elements)
+        experts = self.parameters * self.experts.parameters / how.pipeline  # ranks of weights may split them too
+        experts = min(experts, elements)
+        return Owned(elements - experts, experts / how.experts, how.experts)
 
     def cells(self, outline: Parallelism, rows: int) -> CellTimes:
         """What a microbatch takes on the rank that computes longest."""
@@ -112,6 +142,8 @@ class ModelForms:
         sent = stages * sum(
             a.seconds(micro_rows, size, stride, self.cluster) for a, size, stride in self._axes(outline)
         )
+        if self.experts is not None and outline.experts > 1:
+            sent += stages * self.experts.seconds(micro_rows, outline, outline.context * outline.weights, self.cluster)
         messages = 0.0
         if outline.pipeline > 1:
             stride = outline.num_ranks // outline.pipeline

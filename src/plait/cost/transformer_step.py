@@ -305,7 +305,7 @@ def layer_time(
     """Seconds of a layer for a microbatch of `tokens` tokens on each rank."""
     spread = Parallelism(
         weights=how.weights, context=how.context, recompute=how.recompute, sequence=how.sequence, budget=how.budget,
-        experts=how.experts, capacity=how.capacity,
+        experts=how.experts, capacity=how.sent_rows,
     )  # fmt: skip
     return _layer_time(shape, spread, tokens, cluster, program)
 
@@ -369,7 +369,7 @@ def _layer_time(
         sent = [sent[0] + ring, sent[1] + (2 if how.recompute == FULL else 1) * ring + back]
     if how.experts > 1:  # rows go to the ranks of their experts and back, in backward their gradients
         stride = how.context * parts
-        held = num_bytes * shape.experts_per_token * (how.capacity or how.experts)  # room for all rows at each rank
+        held = num_bytes * shape.experts_per_token * how.capacity
         rows_sent = collective_time(
             CollectiveKind.ALL_TO_ALL, held, range(0, how.experts * stride, stride), cluster
         )  # fmt: skip
@@ -438,7 +438,7 @@ def _sent(
     weights = CollectiveKind.ALL_REDUCE.sent_bytes(int(whole), how.weights) * again * layers * how.num_micro
     add(range(how.weights), weights)
     stride = how.context * how.weights
-    rows_sent = shape.experts_per_token * whole * (how.capacity or how.experts) * (how.experts - 1) / how.experts
+    rows_sent = shape.experts_per_token * whole * how.sent_rows * (how.experts - 1) / how.experts
     add(range(0, how.experts * stride, stride), rows_sent * again * layers * how.num_micro)
     if how.later is not None:
         stride = how.agreeing * how.context * how.weights

@@ -84,7 +84,8 @@ class Parallelism:
         schedule: the order in which a pipeline's ranks take microbatches.
         precision: of products and activations, by its word in a plan.
         experts: ranks that each have a part of the experts, the inner part of `batch`.
-        capacity: room for rows at the ranks of experts, as a multiple of what a balanced router sends; 0 is for all.
+        capacity: room for rows at the ranks of experts, as a multiple of what a balanced router sends; 0 if only rows
+            travel that there are.
     """
 
     batch: int = 1
@@ -126,6 +127,12 @@ class Parallelism:
         """Whether a rank holds its part of the gradients alone. With zero=1 they are summed over ranks once a step, so
         that the sums of several microbatches are whole until the last one is added to them."""
         return self.cuts.gradients or (self.cuts.optimizer and self.num_micro == 1)
+
+    @property
+    def sent_rows(self) -> float:
+        """Rows that travel to experts, in those that a balanced router sends. Activations that are kept elsewhere have
+        fixed lengths, with room for all."""
+        return self.capacity or (1.0 if self.homes.activations == DEVICE else float(self.experts))
 
     @property
     def num_replicas(self) -> int:
