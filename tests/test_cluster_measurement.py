@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from plait.api import call_measurement, cluster_measurement
 from plait.api.call_measurement import as_rows, distinct_calls, measure_calls, measure_updates
+from plait.api.cli import app
 from plait.api.cluster_measurement import MeasuredCollective, fit_link, measure_here, write_measured
 from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.api.simulate_step import Simulator
@@ -56,6 +58,38 @@ def test_a_measured_file_is_a_cluster(tmp_path: Path, monkeypatch: pytest.Monkey
         write_measured(text, tmp_path / "nowhere" / "mine.toml")
 
 
+def test_a_machine_with_an_odd_name_and_no_disk_has_a_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_measurement, "_WIDTHS", {True: (16,), False: (16,)})
+    monkeypatch.setattr(cluster_measurement, "_MOST_SECONDS", 0.001)
+    monkeypatch.setattr(cluster_measurement, "_cpu", lambda: 'A "fast" \\ CPU')
+    tried: list[Path] = []
+    monkeypatch.setattr(cluster_measurement, "_disk_bandwidth", lambda folder: tried.append(folder) or 0.0)
+    found = parse_cluster(measure_here(), "mine.toml", "mine")
+    assert len(tried) == 2
+    assert found.host is not None
+    assert found.host.disk == 0.0
+    assert found.host.cpu == 'A "fast" \\ CPU'
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("mine.cluster", "--out 'mine.cluster': a cluster is read from a file whose name ends in .toml; write mine"),
+        ("nowhere/mine.toml", "cannot write the cluster file 'nowhere/mine.toml': there is no folder"),
+        ("folder.toml", "cannot write the cluster file 'folder.toml': it is a folder"),
+    ],
+)
+def test_a_file_that_cannot_be_is_named_before_anything_is_measured(
+    out: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder.toml").mkdir()
+    monkeypatch.setattr(cluster_measurement, "measure_here", lambda: pytest.fail("it was measured"))
+    result = CliRunner().invoke(app, ["cluster", "measure", "--processes", "1", "--out", out])
+    assert result.exit_code == 2
+    assert message in result.output.replace("\n", " ")
+
+
 def test_links_of_several_hosts_are_two_levels() -> None:
     measured = [
         MeasuredCollective(kind, num_bytes, 2, stride, seconds * (1 + num_bytes))
@@ -67,7 +101,7 @@ def test_links_of_several_hosts_are_two_levels() -> None:
     products = {("float32", 1e6): 1e11, ("float32", 1e9): 2e11}
     copies = {1 << 12: 1e-7, 1 << 26: 1e-3}
     text = cluster_measurement._as_toml(
-        cluster_measurement.torch.device("cpu"), 4, 2, products, copies, 1e-6, within, across, 0.01, 1e8
+        cluster_measurement.torch.device("cpu"), 4, 2, products, copies, 1e-6, within, across, 0.01, (1e12, 1e8)
     )
     found = parse_cluster(text, "measured.toml", "measured")
     assert [(link.level, size) for link, size in zip(found.links, found.sizes, strict=True)] == [

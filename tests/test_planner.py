@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import functools
-import os
-import re
-import socket
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import memory_ranks
 import pytest
 import torch
-from comm_worlds import ForkedRank
 from typer.testing import CliRunner
 
 import plait
 from plait.api.cli import app
-from plait.api.cluster_measurement import describe_here
 from plait.api.job.gpt import loss_fn
 from plait.api.job.metrics import measured_noise, read_steps
-from plait.api.job.this_machine import stale, this_machine
 from plait.api.plan_model import ModelEvaluator
-from plait.comm import launch
 from plait.cost.found_plans import RELAXED_WORTH, USABLE, Candidate, FoundPlans, Goal, best_between
 from plait.cost.noise_scale import NoiseScale
 from plait.cost.plan_search import search
 from plait.cost.shape_evaluator import ShapeEvaluator
 from plait.cost.transformer import TransformerShape
 from plait.cost.transformer_simulation import simulate_step
-from plait.errors import ConfigError, PlanError
+from plait.errors import PlanError
 from plait.plan.legality import refusals
 from plait.plan.parallelism import Parallelism
 from plait.plan.plan import Plan
@@ -347,53 +339,6 @@ def test_experts_of_a_captured_model_are_searched() -> None:
     assert 4 * closed.held == pytest.approx(held, rel=0.02)
     report = plait.verify(model, loss_fn, batch, best[0].plan)
     assert report.ok, report
-
-
-def _measured(folder: Path, host: str, num: int = 2) -> Path:
-    """A measurement of this machine, by its name and cores, with round numbers."""
-    name, cores = describe_here()
-    text = (Path(plait.__file__).parent / "spec" / "clusters" / "xeon-2core.toml").read_text()
-    text = re.sub(r'measured = ".*"', f'measured = "2026-01-01 on {host}"', text)
-    text = re.sub(r'(?m)^name = ".*"', f'name = "{name}"', text)
-    text = re.sub(r"(?m)^cores = .*", f"cores = {cores}", text)
-    path = folder / "plait" / "clusters" / f"{socket.gethostname()}-{num}.toml"
-    path.parent.mkdir(parents=True)
-    path.write_text(re.sub(r"(?m)^devices = .*", f"devices = {num}", text))
-    return path
-
-
-def test_a_measurement_of_other_hardware_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = _measured(tmp_path, socket.gethostname())
-    found = this_machine(2)
-    assert stale(found, 2) == ""
-    assert "it is of 2 devices, and there are 4" in stale(found, 4)
-    assert "2 cores" in stale(replace(found, host=replace(found.host, cores=2)), 2) or os.cpu_count() == 2
-    other = replace(found, device=replace(found.device, name="another"))
-    assert "it is of another" in stale(other, 2)
-    path.write_text(path.read_text().replace(f"on {socket.gethostname()}", "on elsewhere"))
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="is not measured, and a rank cannot do it; run `plait cluster measure"):
-        this_machine(2)
-
-
-def test_training_under_the_plan_that_is_found(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _measured(tmp_path, socket.gethostname())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(Popen=ForkedRank))
-    command = ["train", str(job), "--processes", "2", "--plan"]
-    words = "auto data=2 zero=0..1 micro=1 recompute=none tensor=1 pipeline=1 context=1"
-    result = CliRunner().invoke(app, [*command, words])
-    assert result.exit_code == 0, result.output
-    line = next(line for line in result.stderr.splitlines() if line.startswith("plait: plan "))
-    assert "s a step predicted" in line
-    assert "sync" not in line
-    assert "bf16" not in line
-    assert (tmp_path / "run" / "metrics.jsonl").exists()
-    bad = CliRunner().invoke(app, [*command, "auto tensr=2"])
-    assert bad.exit_code == 2
-    assert "'tensr' is not searched" in bad.stderr
 
 
 @pytest.mark.parametrize(

@@ -254,8 +254,9 @@ def measure_cluster(
 ) -> None:
     """Measure this machine in under two minutes: products by shape, memory, each collective by size and group."""
     with _errors_shown_once():
-        from plait.api.cluster_measurement import default_processes, measure_here, write_measured
+        from plait.api.cluster_measurement import check_out, default_processes, measure_here, write_measured
 
+        check_out(out)
         if not under_launcher() and (size := processes or default_processes()) > 1:
             _launch(["cluster", "measure", *([] if out is None else ["--out", str(out)])], size, None)
         text = measure_here()
@@ -293,8 +294,9 @@ def simulate_plan(
     with _errors_shown_once():
         from plait.api.job.simulate_command import simulate_config
         from plait.cost.transformer_simulation import SimulatedStep
-        from plait.report.simulation_text import describe_step, write_step_page
+        from plait.report.simulation_text import check_step_page, describe_step, write_step_page
 
+        check_step_page(html)
         found = simulate_config(config, _plan_of(plan), cluster, changes or [])
         if html is not None:
             write_step_page(html, found.plan.title, found.cluster.name, found.seconds, found.trace)
@@ -327,7 +329,7 @@ def plan_job(
         from plait.report.plan_text import describe_plans
         from plait.spec.cluster_file import find_cluster
 
-        where = find_cluster(cluster) if cluster else this_machine()
+        where = (lambda: find_cluster(cluster)) if cluster else this_machine
         found = plan_config(config, where, memory, batch, limits, changes or [], goal, noise)
         command = line_to_run(found, config, cluster, changes or [])
         print(describe_plans(found, command, how_to_measure(config) if found.goal.to_loss else ""))

@@ -8,12 +8,15 @@ by its own time.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
+import json
 import os
 import platform
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,6 +36,7 @@ from plait.engine.environment import num_processes
 from plait.errors import ConfigError
 from plait.plan.axes import AXES
 from plait.spec.cluster import Cluster, DeviceSpec, LinkSpec
+from plait.spec.cluster_file import NUMBERS
 from plait.spec.mesh import Mesh
 
 _MOST_SECONDS = 0.15  # of the runs of one thing; the first of them, which is not counted, is not stopped
@@ -86,12 +90,25 @@ def measure_here() -> str:
             within = list(_collectives(world, world.mesh.names[1:], local))
             across = list(_collectives(world, world.mesh.names[:1], size)) if size > local else []
             to_host = _slowest(world, _host_seconds(world.device))
-            disk = _disk_bandwidth() if world.rank == 0 else 0.0
+            disk = _disk() if world.rank == 0 else (0.0, 0.0)
     finally:
         world.close()
     if world.rank:
         return ""
     return _as_toml(world.device, size, local, products, copies, op_seconds, within, across, to_host, disk)
+
+
+def check_out(out: Path | None) -> None:
+    """Raise ConfigError, before anything is measured, for a file that could not be written or read as a cluster."""
+    if out is None:
+        return
+    if out.suffix != ".toml":
+        raise ConfigError(
+            f"--out {str(out)!r}: a cluster is read from a file whose name ends in .toml; write {out}.toml"
+        )
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        why = "it is a folder" if out.is_dir() else f"there is no folder {str(out.absolute().parent)!r}"
+        raise ConfigError(f"cannot write the cluster file {str(out)!r}: {why}; give a file in a folder that is there")
 
 
 def write_measured(text: str, out: Path | None) -> None:
@@ -167,9 +184,18 @@ def _host_seconds(device: torch.device) -> float:
     return _seconds(lambda: here.copy_(there, non_blocking=True), device)
 
 
-def _disk_bandwidth() -> float:
-    """Bytes/s of writing a file in the current folder, until it is on the disk."""
-    path = Path(f".plait-measure-{os.getpid()}")
+def _disk() -> tuple[float, float]:
+    """(bytes, bytes/s) of the disk of the current folder, or of that for temporary files; (0, 0) if none can be
+    written."""
+    for folder in (Path(), Path(tempfile.gettempdir())):
+        if bandwidth := _disk_bandwidth(folder):
+            return shutil.disk_usage(folder).total, bandwidth
+    return 0.0, 0.0
+
+
+def _disk_bandwidth(folder: Path) -> float:
+    """Bytes/s of writing a file in a folder, until it is on the disk; 0 for a folder that cannot be written."""
+    path = folder / f".plait-measure-{os.getpid()}"
     begin = time.perf_counter()
     try:
         with path.open("wb") as file:
@@ -179,7 +205,8 @@ def _disk_bandwidth() -> float:
     except OSError:
         return 0.0
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
     return _DISK / (time.perf_counter() - begin)
 
 
@@ -242,7 +269,7 @@ def _as_toml(
     within: list[MeasuredCollective],
     across: list[MeasuredCollective],
     to_host: float,
-    disk: float,
+    disk: tuple[float, float],
 ) -> str:
     dtypes = list(dict.fromkeys(dtype for dtype, _ in products))
     peak = {dtype: max(rate for (of, _), rate in products.items() if of == dtype) for dtype in dtypes}
@@ -260,12 +287,12 @@ def _as_toml(
     today = datetime.date.today().isoformat()
     lines = [
         f"# Measured by `plait cluster measure` on {host}, {today}: {size} ranks, torch {torch.__version__}.",
-        f'doc = "{size} x {name}, as measured"',
-        f'measured = "{today} on {host}"',
+        f"doc = {_text(f'{size} x {name}, as measured')}",
+        f"measured = {_text(f'{today} on {host}')}",
         f"devices = {size}",
         "",
         "[device]",
-        f'name = "{name}"',
+        f"name = {_text(name)}",
         f"memory = {memory_of(device) / (local if is_host(device) else 1):.4g}",
         f"memory_bandwidth = {bandwidth:.4g}",
         f"op_seconds = {op_seconds:.3g}",
@@ -288,17 +315,22 @@ def _as_toml(
     lines += [
         "",
         "[host]",
-        f'cpu = "{_cpu()}"',
+        f"cpu = {_text(_cpu())}",
         f"cores = {os.cpu_count() or 1}",
         f"ram = {memory_of(torch.device('cpu')):.4g}",
     ]
     lines += [f"ram_bandwidth = {bandwidth * local if is_host(device) else 2 * _TO_HOST / to_host:.4g}"]
-    lines += [f"disk = {shutil.disk_usage('.').total:.4g}", f"disk_bandwidth = {disk:.4g}"]
+    lines += [f"disk = {disk[0]:.4g}", f"disk_bandwidth = {max(disk[1], NUMBERS['host.disk_bandwidth'].least):.4g}"]
     lines += [f"device_bandwidth = {_TO_HOST / to_host:.4g}", *_network_cards(), "", "[sources]"]
     how = f"plait cluster measure, {today}"
     lines += [f'"devices" = "{how}"', f'"device" = "{how}"', f'"links" = "{how}"']
     lines += [f'"host" = "{how}; the operating system says the sizes, and what the cards are made for"']
     return "\n".join(lines) + "\n"
+
+
+def _text(words: str) -> str:
+    """A text as TOML has it."""
+    return json.dumps(words, ensure_ascii=False)
 
 
 def _points(sizes: list[float], parts: list[float]) -> str:

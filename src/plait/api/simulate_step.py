@@ -18,7 +18,7 @@ from plait.compile.ir.dtypes import dtype_named
 from plait.compile.rank_program import RankProgram
 from plait.compile.step_calls import gathers_after_update, step_program
 from plait.cost.step_program import Call, OpCall, StepProgram, moved_by
-from plait.cost.step_simulation import StepSimulator
+from plait.cost.step_simulation import StepSimulator, check_ranks
 from plait.engine.local_batch import batch_of_replica, num_rows, num_tokens
 from plait.engine.optimizer_step import StateEstimate
 from plait.engine.optimizers import OptimizerFactory, make_optimizer
@@ -101,6 +101,7 @@ class Simulator:
             why = "its workers push and pull at times of their own" if plan.workers else "its replicas agree later"
             inner = plan.inner_plan.title
             raise PlanError(Refusal(f"the plan {plan.title!r}", why, f"simulate the plan of one of them, {inner!r}"))
+        check_ranks(plan.mesh, self.cluster)
         deep = self._deep(plan)
         program = deep or self.program(plan)
         found = self._steps.simulate(program)

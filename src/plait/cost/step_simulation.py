@@ -25,6 +25,7 @@ from plait.schedule.shared_cores import shared_times
 from plait.schedule.topological_order import start_times, topological_order
 from plait.spec.action import BACKWARD, FORWARD, SEND, STEP, WEIGHT, Action
 from plait.spec.cluster import Cluster
+from plait.spec.mesh import Mesh
 from plait.spec.schedule import Schedule
 from plait.spec.trace import NEXT_BATCH, Sample, Span, Trace
 
@@ -61,6 +62,18 @@ class GraphTime:
     spans: tuple[Span, ...]
 
 
+def check_ranks(mesh: Mesh, cluster: Cluster) -> None:
+    """Raise PlanError for a mesh with more ranks than the cluster has devices."""
+    if mesh.size > cluster.num_devices:
+        raise PlanError(
+            Refusal(
+                f"the plan has {mesh.size} ranks ({mesh.spread})",
+                f"the cluster {cluster.name} has {cluster.num_devices} devices",
+                "take a larger cluster, such as one named with a count, or a smaller plan",
+            )
+        )
+
+
 class StepSimulator:
     """Simulates programs on one cluster.
 
@@ -74,15 +87,7 @@ class StepSimulator:
 
     def simulate(self, program: StepProgram) -> SimulatedProgram:
         """The times of a step."""
-        size = program.mesh.size
-        if size > self.cluster.num_devices:
-            raise PlanError(
-                Refusal(
-                    f"the plan has {size} ranks ({program.mesh.spread})",
-                    f"the cluster {self.cluster.name} has {self.cluster.num_devices} devices",
-                    "take a larger cluster, such as one named with a count, or a smaller plan",
-                )
-            )
+        check_ranks(program.mesh, self.cluster)
         found = self._alone(program) if program.pipeline is None else self._piped(program)
         return replace(found, sent=self._most_sent(program))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from plait.cost.memory_model import human_bytes
 from plait.cost.transformer_simulation import SimulatedStep
+from plait.errors import PlanError
 from plait.spec.trace import Trace
 
 
@@ -55,12 +56,18 @@ def memory_line(peak: float, room: float) -> str:
     return f"  {'all':18} {human_bytes(peak):>10}  of {human_bytes(room)}: {verdict}"
 
 
+def check_step_page(path: Path | None) -> None:
+    """Raise PlanError for a page that cannot be written: its folder is not there, or it is a folder itself."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        why = "it is a folder" if path.is_dir() else f"there is no folder {str(path.absolute().parent)!r}"
+        raise PlanError(f"cannot write --html {str(path)!r}: {why}; give a file in a folder that is there")
+
+
 def write_step_page(path: Path, plan: str, cluster: str, seconds: float, trace: Trace | None) -> None:
     """Write a self-contained HTML page with the swimlanes of the ranks, and the text above them as its title.
 
     Raises PlanError if the plan has no pipeline, if plotly is not installed or if the file cannot be written.
     """
-    from plait.errors import PlanError
     from plait.report.swimlane import draw_swimlanes, page, write_page
 
     if trace is None:

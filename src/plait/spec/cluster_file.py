@@ -49,7 +49,7 @@ class NumberRow:
 
 NUMBERS: Mapping[str, NumberRow] = {
     "devices": NumberRow("devices, where the name has no count", 1, 1e7, "the machine"),
-    "device.peak": NumberRow("flop/s of dense products, not of sparse ones", 1e9, 1e17, _DATASHEET),
+    "device.peak": NumberRow("flop/s of dense products, not of sparse ones", 1e7, 1e17, _DATASHEET),
     "device.memory": NumberRow("bytes", 2**26, 1e14, _DATASHEET),
     "device.memory_bandwidth": NumberRow("bytes/s", 1e8, 1e15, _DATASHEET),
     "device.op_seconds": NumberRow("seconds", 0, 1e-2, _MEASURE, needed=False),

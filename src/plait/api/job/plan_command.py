@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from plait.spec.cluster import Cluster
 
 def plan_config(
     path: Path,
-    cluster: Cluster,
+    find: Callable[[], Cluster],
     memory: str = "",
     batch: str = "",
     limits: str = "",
@@ -33,6 +33,8 @@ def plan_config(
     noise: str = "",
 ) -> FoundPlans:
     """The best plans for the file `path`: closed forms of a [shape], and of a job's model what `plait.search` finds.
+
+    `find` gives the cluster; it may have to measure it, and is called once file and options have been read.
 
     With the goal "loss" they are ranked by the time to a loss; `noise` is the gradient noise scale, a number of rows or
     the folder of a run that measured it. Of a job the loss is that which its steps come to.
@@ -47,13 +49,13 @@ def plan_config(
     evaluator: PlanEvaluator
     if has_shape(path):
         shape, rows = read_shape(path, changes)
-        evaluator = ShapeEvaluator(shape, cluster)
+        evaluator = ShapeEvaluator(shape, cluster := find())
     else:
         config = load_config(path, changes)
         rows = config.train.batch_size
         if wanted.to_loss:
             wanted = replace(wanted, steps=config.train.steps, of_rows=rows)
-        evaluator = _of_job(config, cluster)
+        evaluator = _of_job(config, cluster := find())
     with _progress_bar() as progress:
         return search(evaluator, cluster, sizes or (rows,), allowed, limit, progress, goal=wanted)
 

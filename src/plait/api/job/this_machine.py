@@ -37,8 +37,12 @@ def this_machine(num_devices: int | None = None) -> Cluster:
     num = num_devices or default_processes()
     path = measured_file(num)
     if path.exists():
-        found = read_cluster(path)
-        if not (changed := stale(found, num)):
+        try:
+            found = read_cluster(path)
+            changed = stale(found, num)
+        except ConfigError as error:
+            changed = str(error)
+        if not changed:
             return found
         _say(f"the measurement {path} is stale: {changed}; this machine is measured anew")
     else:
@@ -101,7 +105,7 @@ def auto_plan(path: Path, text: str, processes: int | None, changes: Sequence[st
     limits = text.split()[1:]
     given = {word.partition("=")[0] for word in limits}
     limits += [f"{key}={value}" for key, value in _NUMBERS.items() if key not in given]
-    found = plan_config(path, this_machine(processes), limits=" ".join(limits), changes=changes)
+    found = plan_config(path, lambda: this_machine(processes), limits=" ".join(limits), changes=changes)
     job = load_config(path, changes)
     refused = ""
     for each in found.fitting():
