@@ -179,6 +179,11 @@ def _allow_time(group: Any) -> None:
         set_timeout(timedelta(seconds=timeout()), group)
 
 
+def has_process_group(world: World) -> bool:
+    """Whether the ranks are processes of a torch.distributed process group."""
+    return isinstance(world, ProcessWorld) and world.mesh.size > 1
+
+
 def device_mesh(world: World) -> DeviceMesh:
     """The mesh as a DeviceMesh, for DTensor in state dicts, optimizers and checkpoints. All ranks call it together."""
     assert isinstance(world, ProcessWorld)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from plait.backends.backend import StepResult, Update
 from plait.comm.device import random_devices
-from plait.comm.process_world import device_mesh
+from plait.comm.process_world import device_mesh, has_process_group
 from plait.comm.protocol import World
 from plait.compile.capture.batch import map_batch, take_rows
 from plait.compile.capture.capture import LossFn
@@ -33,7 +33,6 @@ from plait.compile.capture.loss_values import Outputs, copied, join_outputs, rea
 from plait.compile.compiled import Compiled
 from plait.compile.ir.dtypes import torch_name
 from plait.engine.compiler import Compiler
-from plait.engine.dtensors import has_process_group
 from plait.engine.executor import scale_all
 from plait.engine.local_batch import LocalBatch, batch_part, num_rows
 from plait.engine.model_copy import preserved

@@ -13,15 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
-from plait.comm.process_world import ProcessWorld, device_mesh
+from plait.comm.process_world import device_mesh, has_process_group
 from plait.comm.protocol import World
 from plait.engine.local_tensors import gather_whole, local_part
 from plait.spec.layout import Layout, Only, Shard
-
-
-def has_process_group(world: World) -> bool:
-    """Whether the ranks are processes of a torch.distributed process group."""
-    return isinstance(world, ProcessWorld) and world.mesh.size > 1
 
 
 def plain_layout(layout: Layout) -> Layout:
