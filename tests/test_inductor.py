@@ -279,7 +279,8 @@ def inductor() -> Iterator[Path]:
     import torch._inductor.config as config
 
     place = CACHE / "inductor"
-    with pytest.MonkeyPatch.context() as patch, config.patch(compile_threads=1):
+    settings = {"compile_threads": 1, "cpp.simdlen": 1}  # g++ takes longest over headers for vectors
+    with pytest.MonkeyPatch.context() as patch, config.patch(settings):
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(place))
         patch.setattr(region_compiler, "_compiled", {})
         yield place

@@ -119,8 +119,13 @@ def by_hand(steps: int, micro: int = 1) -> tuple[list[float], dict[str, Tensor]]
     return losses, {name: p.detach() for name, p in master.named_parameters()}
 
 
+@functools.cache
+def captures() -> Captures:
+    return Captures(Llama(), loss_fn)
+
+
 def trained(plan: str, steps: int, model: nn.Module | None = None) -> tuple[list[float], dict[str, Tensor]]:
-    compiler = Compiler(Captures(model or Llama(), loss_fn), Plan.parse(plan))
+    compiler = Compiler(captures() if model is None else Captures(model, loss_fn), Plan.parse(plan))
 
     def rank(world: World) -> tuple[list[float], dict[str, Tensor]]:
         trainer = Trainer(compiler.model, loss_fn, ADAM, compiler.plan, world=world, compiler=compiler)

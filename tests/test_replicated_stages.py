@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from plait import PlanError, verify
+from plait import PlanError, Verifier, verify
 from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.engine.compiler import Captures, Compiler
 from plait.plan.plan import Plan
 from plait.schedule.cut import Flow, Item, choose_cut
 from plait.spec.layout import Only
+
+pytestmark = pytest.mark.xdist_group("replicated_stages")  # plans share what is captured
 
 
 def tied_gpt() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -22,6 +25,12 @@ def tied_gpt() -> tuple[nn.Module, dict[str, Tensor]]:
     model.head.weight = model.symbols.weight
     symbols = torch.randint(32, (12, 9), generator=torch.Generator().manual_seed(1))
     return model, {"x": symbols[:, :-1].contiguous(), "y": symbols[:, 1:].contiguous()}
+
+
+@functools.cache
+def verifier() -> Verifier:
+    model, batch = tied_gpt()
+    return Verifier(model, loss_fn, batch)
 
 
 @pytest.mark.parametrize(
@@ -38,8 +47,7 @@ def tied_gpt() -> tuple[nn.Module, dict[str, Tensor]]:
     ],
 )
 def test_equals_one_device(plan: str) -> None:
-    model, batch = tied_gpt()
-    report = verify(model, loss_fn, batch, plan)
+    report = verifier().verify(plan)
     assert report.ok, report
 
 

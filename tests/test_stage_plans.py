@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ from test_replicated_stages import tied_gpt
 from torch import Tensor, nn
 
 import plait
-from plait import PlanError, verify
+from plait import PlanError, Verifier, verify
 from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.comm.protocol import World
 from plait.engine.compiler import Captures, Compiler
 from plait.plan.plan import Plan
 from plait.spec.layout import REPLICATE, Replicate, Shard
+
+pytestmark = pytest.mark.xdist_group("stage_plans")  # plans share what is captured
 
 
 def test_the_plan() -> None:
@@ -45,6 +48,12 @@ def test_bad_plans(text: str, message: str) -> None:
         Plan.parse(text)
 
 
+@functools.cache
+def verifier() -> Verifier:
+    model, batch = tied_gpt()
+    return Verifier(model, loss_fn, batch, clip_norm=0.5)
+
+
 @pytest.mark.parametrize(
     "plan",
     [
@@ -58,8 +67,7 @@ def test_bad_plans(text: str, message: str) -> None:
     ],
 )
 def test_equals_one_device(plan: str) -> None:
-    model, batch = tied_gpt()
-    report = verify(model, loss_fn, batch, plan, clip_norm=0.5)
+    report = verifier().verify(plan)
     assert report.ok, report
 
 
