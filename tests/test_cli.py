@@ -286,14 +286,30 @@ def test_ctrl_c_before_training_begins_is_one_line(folder: Path, processes: str)
     assert (process.returncode, error) == (128 + signal.SIGINT, "plait: stopped by Ctrl-C\n"), out
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_what_ranks_print_stays_in_whole_lines(folder: Path, unbuffered: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
-    (folder / "script.py").write_text(
-        "import os\nfor i in range(4000):\n    print('rank', os.environ['RANK'], 'says', i, '.' * (i % 97))\n"
-    )
+PRINTS = """
+import os, pathlib
+pathlib.Path('up.' + os.environ['RANK']).touch()
+while not (pathlib.Path('up.0').exists() and pathlib.Path('up.1').exists()):
+    pass  # so that they print side by side
+for i in range(4000):
+    print('rank', os.environ['RANK'], 'says', i, '.' * (i % 97))
+"""
+PRINTED = sorted(f"rank {rank} says {i} {'.' * (i % 97)}" for rank in range(2) for i in range(4000))
+
+
+@pytest.mark.usefixtures("_forked_ranks")
+def test_what_ranks_print_stays_in_whole_lines(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "script.py").write_text(PRINTS)
+    result = CliRunner().invoke(app, ["run", "script.py", "--processes", "2"])
+    out, error = capfd.readouterr()
+    assert result.exit_code == 0, error
+    assert sorted(out.splitlines()) == PRINTED
+
+
+def test_what_unbuffered_ranks_print_stays_in_whole_lines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    (folder / "script.py").write_text(PRINTS)
     process = plait("run", "script.py", "--processes", "2")
     out, error = process.communicate()
     assert process.returncode == 0, error
-    expected = [f"rank {rank} says {i} {'.' * (i % 97)}" for rank in range(2) for i in range(4000)]
-    assert sorted(out.splitlines()) == sorted(expected)
+    assert sorted(out.splitlines()) == PRINTED

@@ -432,7 +432,7 @@ def test_bad_goals(options: list[str], message: str, job: Path, monkeypatch: pyt
 def test_a_run_measures_what_a_plan_for_a_loss_is_chosen_by(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(job.parent)
     limits = (
-        "sync=1 precision=fp32 micro=1 data=1..2 pipeline=1 context=1 recompute=none tensor=1 home.optimizer=device"
+        "sync=1 precision=fp32 micro=1 data=2 zero=0 pipeline=1 context=1 recompute=none tensor=1 home.optimizer=device"
     )
     plan = ["plan", str(job), "--cluster", "h100x2", "--limit-keys", limits, "--goal", "loss"]
     unknown = CliRunner().invoke(app, plan)
