@@ -110,9 +110,9 @@ class Trained:
 
 
 @functools.cache
-def _captures(device: str) -> Captures:
+def captures(device: str, dtype: torch.dtype = torch.float64) -> Captures:
     """The captured steps of the model, which plans share."""
-    return Captures(DeviceModel(), loss_fn, torch.device(device))
+    return Captures(DeviceModel(dtype), loss_fn, torch.device(device))
 
 
 def places(trainer: plait.Trainer) -> set[str]:
@@ -129,6 +129,7 @@ def train(
     model: nn.Module | None = None,
     optimizer: Any = ADAMW,
     steps: int = STEPS,
+    dtype: torch.dtype = torch.float64,
     then: Callable[[plait.Trainer, World], Any] = lambda trainer, world: None,
     **options: Any,
 ) -> Trained:
@@ -137,8 +138,8 @@ def train(
     The result has what `then` returned as its `evaluated`, if that is something.
     """
     parsed = Plan.parse(plan)
-    captures = _captures(device) if model is None else Captures(model, loss_fn, torch.device(device))
-    compiler = Compiler(captures, parsed.inner_plan)
+    steps_of = captures(device, dtype) if model is None else Captures(model, loss_fn, torch.device(device))
+    compiler = Compiler(steps_of, parsed.inner_plan)
 
     def rank(world: World) -> Trained:
         found = Trained()

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from device_training import DeviceModel, batch, counted, loss_fn, train
+from device_training import batch, captures, counted, loss_fn, train
 from torch import Tensor
 from torch.utils.data import Dataset
 
 import plait
 from plait.comm.protocol import World
-from plait.engine.compiler import Captures, Compiler
+from plait.engine.compiler import Compiler
 from plait.plan.plan import Plan
 
 
@@ -28,7 +28,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 def losses_of(device: str, prefetch: int) -> tuple[list[float], list[str], set[str]]:
     """Losses of an epoch, the waits of its steps but the first, and where the loader's batches are."""
     plan = Plan.parse("data=2")
-    compiler = Compiler(Captures(DeviceModel(), loss_fn, torch.device(device)), plan)
+    compiler = Compiler(captures(device), plan)
 
     def rank(world: World) -> tuple[list[float], list[str], set[str]]:
         trainer = plait.Trainer(compiler.model, loss_fn, torch.optim.SGD, plan, world=world, compiler=compiler)

@@ -68,10 +68,9 @@ def test_what_is_kept_on_host_or_disk_comes_and_goes_by_streams(plan: str, monke
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_stays_near_single_and_the_host_does_not_wait_for_the_loss_scale(precision: str) -> None:
-    model = DeviceModel(torch.float32)
     scheduler = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
-    found = train(f"data=2 precision={precision}", model=model, scheduler=scheduler)
-    wanted = train("data=1", "cpu", model=model, scheduler=scheduler)
+    found = train(f"data=2 precision={precision}", dtype=torch.float32, scheduler=scheduler)
+    wanted = train("data=1", "cpu", dtype=torch.float32, scheduler=scheduler)
     assert found.losses == pytest.approx(wanted.losses, rel=2e-2) and found.waits == []
 
 
@@ -98,8 +97,7 @@ def test_an_overflow_leaves_weights_average_and_scheduler_as_they_were() -> None
         return True
 
     scheduler = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
-    model = DeviceModel(torch.float32)
-    train("data=2 precision=fp16", model=model, scheduler=scheduler, then=overflow, on_nan="warn")
+    train("data=2 precision=fp16", dtype=torch.float32, scheduler=scheduler, then=overflow, on_nan="warn")
 
 
 @pytest.mark.parametrize(
