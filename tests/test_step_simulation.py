@@ -48,6 +48,10 @@ def product(phase: str, seconds: float) -> OpCall:
     return OpCall("mm()", phase, flops=seconds * 1e9)
 
 
+def sized(signature: str, num_bytes: float) -> OpCall:
+    return OpCall(signature, "forward", num_bytes=num_bytes)
+
+
 def program(*calls: object, size: int = 2, **more: object) -> StepProgram:
     return StepProgram(Mesh((("data", size),)), {"alone": calls}, ("alone",), ((),), **more)  # type: ignore[arg-type]
 
@@ -147,11 +151,11 @@ def test_calls_take_what_was_measured_or_as_much_more_than_the_roofline_as_the_n
     known = CallTime("aten.gelu(float32[1000])", 3e-6, 0.0, 8000.0)
     measured = replace(CLUSTER, calls=(known,), device=replace(DEVICE, view_seconds=1e-6))
     times = CallTimes(measured)
-    assert times.seconds("aten.gelu(float32[1000])", 0, 8000, "float32") == 3e-6
+    assert times.seconds(sized("aten.gelu(float32[1000])", 8000)) == 3e-6
     ratio = 3e-6 / op_time(DEVICE, 0, 8000, "float32")
-    assert times.seconds("aten.gelu(float32[4000])", 0, 32000, "float32") == pytest.approx(ratio * 32e-6)
-    assert times.seconds("aten.mm(float32[4000])", 0, 32000, "float32") == pytest.approx(32e-6)
-    assert times.seconds("aten.view(float32[4000])", 0, 0, "float32") == 1e-6
+    assert times.seconds(sized("aten.gelu(float32[4000])", 32000)) == pytest.approx(ratio * 32e-6)
+    assert times.seconds(sized("aten.mm(float32[4000])", 32000)) == pytest.approx(32e-6)
+    assert times.seconds(sized("aten.view(float32[4000])", 0)) == 1e-6
 
 
 TEXT = """
@@ -197,6 +201,21 @@ def simulator(cluster: str = "h100", layers: int = 4) -> Simulator:
 @functools.cache
 def step(plan: str) -> StepPrediction:
     return simulator().simulate(Plan.parse(plan), False)
+
+
+def test_attention_reaches_what_the_device_says_and_skips_what_is_masked() -> None:
+    """As in the closed form of a transformer's step, which reads the same table."""
+    found = step("")
+    calls = [call for graph in found.program.graphs.values() for call in graph if isinstance(call, OpCall)]
+    forward = [call for call in calls if call.attention and call.phase == "forward"]
+    assert len(forward) == 4
+    products = 2 * 2 * 8 * 16 * 16 * 32  # two of 8 rows, 16 positions by 16, width 32
+    assert sum(call.flops for call in forward) == 4 * products / 2
+    assert not any(call.attention for call in calls if call.signature.startswith("aten.mm"))
+    times, device = CallTimes(find_cluster("h100")), find_cluster("h100").device
+    plain = op_time(device, forward[0].flops, forward[0].num_bytes, "float32")
+    assert times.seconds(forward[0]) == pytest.approx(plain / device.attention_efficiency)
+    assert device.attention_efficiency < 0.5
 
 
 PLANS = ["data=2 micro=2", "data=2 zero=1", "data=2 zero=3", "tensor=2", "data=2 pipeline=2 micro=4"]

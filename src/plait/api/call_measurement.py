@@ -22,7 +22,7 @@ from plait.backends.eager.passes import eager_graphs
 from plait.comm.device import synchronize
 from plait.compile.ir.calls import is_item, is_tensor, num_bytes, op_spec_of, tensor_inputs
 from plait.compile.ir.dtypes import torch_name
-from plait.compile.ir.estimate import flops_of
+from plait.compile.ir.estimate import carried_out
 from plait.compile.rank_program import RankProgram
 from plait.compile.step_calls import call_bytes, signature_of
 from plait.engine.cpu_settings import prefer_fused
@@ -64,7 +64,7 @@ def measure_calls(nodes: Mapping[str, Node], device: torch.device) -> list[CallT
         if seconds is not None:
             inputs = [each.meta["val"] for each in tensor_inputs(node)]
             dtype = torch_name(inputs[0].dtype) if inputs else "float32"
-            found.append(CallTime(signature, seconds, float(flops_of(node)), float(call_bytes(node)), dtype))
+            found.append(CallTime(signature, seconds, carried_out(node), float(call_bytes(node)), dtype))
     return found
 
 

@@ -376,7 +376,7 @@ def _phases(program: StepProgram, times: CallTimes) -> tuple[float, float]:
         for call in graph:
             if isinstance(call, OpCall):
                 kind = "forward" if call.phase == "forward" else "backward"
-                found[kind] += times.seconds(call.signature, call.flops, call.num_bytes, call.dtype)
+                found[kind] += times.seconds(call)
     return found["forward"], found["backward"]
 
 

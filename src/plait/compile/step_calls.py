@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from plait.compile.ir.calls import is_item, is_tensor, num_bytes, op_spec_of, output_node, output_values, tensor_inputs
 from plait.compile.ir.dtypes import dtype_named, torch_name
-from plait.compile.ir.estimate import flops_of
+from plait.compile.ir.estimate import carried_out, flops_of, is_attention
 from plait.compile.ir.node_info import info_of, phase_of
 from plait.compile.ir.views import is_view
 from plait.compile.ops import CollectiveKind, Communication
@@ -152,7 +152,8 @@ def _call(node: Node, sizes: Mapping[str, int], sharding: ShardingPlan, place: M
     inputs = tensor_inputs(node)
     dtype = torch_name(inputs[0].meta["val"].dtype) if inputs else "float32"
     moved = float(call_bytes(node))
-    return OpCall(signature_of(node), phase, float(flops_of(node)), moved, dtype, info_of(node).module)
+    module = info_of(node).module
+    return OpCall(signature_of(node), phase, carried_out(node), moved, dtype, module, is_attention(node))
 
 
 def _collective(

@@ -8,11 +8,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
+from plait.cost.step_program import OpCall
 from plait.spec.cluster import CallTime, Cluster, DeviceSpec
 
 
-def op_time(device: DeviceSpec, flops: float, num_bytes: float, dtype: str) -> float:
-    """Seconds of an op that takes `flops` floating-point operations in `dtype` and reads and writes `num_bytes`."""
+def op_time(device: DeviceSpec, flops: float, num_bytes: float, dtype: str, attention: bool = False) -> float:
+    """Seconds of an op that takes `flops` floating-point operations in `dtype` and reads and writes `num_bytes`.
+
+    Attention that stores no scores reaches the part of it that the device says.
+    """
+    if attention:
+        return op_time(device, flops, num_bytes, dtype) / device.attention_efficiency
     computes = moves = 0.0
     if flops:
         computes = flops / (device.peak_of(dtype) * device.matmul_efficiency.at(flops))
@@ -40,16 +46,17 @@ class CallTimes:
         """Seconds of a call that was measured; None for others."""
         return self._measured.get(signature)
 
-    def seconds(self, signature: str, flops: float, num_bytes: float, dtype: str) -> float:
+    def seconds(self, call: OpCall) -> float:
         """Seconds of a call of an op. One without flops and bytes is a view."""
+        signature, flops, num_bytes, dtype = call.signature, call.flops, call.num_bytes, call.dtype
         known = self._measured.get(signature)
         if known is not None:
             return known
         if not num_bytes and not flops:
             return self._device.view_seconds
-        estimate = op_time(self._device, flops, num_bytes, dtype)
         alike = self._by_op.get((signature.partition("(")[0], dtype))
         if not alike or not num_bytes:
-            return estimate
+            return op_time(self._device, flops, num_bytes, dtype, call.attention)
         near = min(alike, key=lambda each: abs(math.log(each.num_bytes / num_bytes)))
+        estimate = op_time(self._device, flops, num_bytes, dtype)
         return estimate * near.seconds / op_time(self._device, near.flops, near.num_bytes, dtype)

@@ -29,6 +29,7 @@ class OpCall:
         num_bytes: bytes that it reads and writes; 0 for a view.
         dtype: in which it computes.
         module: path of the module that it belongs to.
+        attention: whether it is an attention that stores no scores.
     """
 
     signature: str
@@ -37,6 +38,7 @@ class OpCall:
     num_bytes: float = 0.0
     dtype: str = "float32"
     module: str = ""
+    attention: bool = False
 
 
 @dataclass(frozen=True, slots=True)

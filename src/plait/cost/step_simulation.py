@@ -332,7 +332,7 @@ class _Timeline:
 
     def _compute(self, call: OpCall) -> None:
         self._span_of(call.phase)
-        seconds = self._simulator._times.seconds(call.signature, call.flops, call.num_bytes, call.dtype)
+        seconds = self._simulator._times.seconds(call)
         self._work(seconds)
 
     def _span_of(self, phase: str) -> None:
@@ -396,7 +396,9 @@ class _Timeline:
         """Copy what is sent or received."""
         if num_bytes:
             self._span_of(phase)
-            self._work(self._simulator._times.seconds(f"aten.clone.default({num_bytes})", 0.0, num_bytes, "float32"))
+            self._work(
+                self._simulator._times.seconds(OpCall(f"aten.clone.default({num_bytes})", "", num_bytes=num_bytes))
+            )
 
     def _copy(self, index: int, call: CopyCall) -> None:
         if call.part == "start":

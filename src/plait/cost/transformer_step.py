@@ -329,8 +329,8 @@ def _layer_time(
     scores = program.causal * shape.attention_flops(tokens) / parts
     kept = 0.0 if shape.stores_scores else 4 * program.value_bytes * tokens * hidden / parts
     half = "float16" if program.dtype.startswith("float8") else program.dtype  # attention stays in half precision
-    reached = program.attention or (1.0 if shape.stores_scores else device.attention_efficiency)
-    attention = 2 * op_time(device, scores / 2, kept / 2, half) / reached
+    fused = not (shape.stores_scores or program.attention)
+    attention = 2 * op_time(device, scores / 2, kept / 2, half, fused) / (program.attention or 1.0)
     rows = tokens / shape.sequence
     scale = program.value_bytes / HALF_BYTES
     whole = scale * shape.activation_bytes(rows, parts, how.sequence, NONE)

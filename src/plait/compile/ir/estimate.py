@@ -29,6 +29,17 @@ def flops_of(node: Node) -> int:
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
+def carried_out(node: Node) -> float:
+    """Those of `flops_of` that a kernel carries out."""
+    skips = op_spec_of(node).skips
+    return flops_of(node) * (1.0 if skips is None else 1 - skips(call_of(node)))
+
+
+def is_attention(node: Node) -> bool:
+    """Whether the call is an attention that stores no scores."""
+    return op_spec_of(node).role == "attention"
+
+
 def seconds_of(node: Node, device: DeviceSpec) -> float:
     """Seconds of one call on local shapes."""
     if is_view(node) or node.op != "call_function":
@@ -37,4 +48,5 @@ def seconds_of(node: Node, device: DeviceSpec) -> float:
     moved = sum(map(num_bytes, read))
     moved += sum(num_bytes(v) for v in output_values(node) if isinstance(v, torch.Tensor))
     # A product that is summed and returned in float32 is of its inputs.
-    return op_time(device, flops_of(node), moved, torch_name(read[0].dtype) if read else "float32")
+    dtype = torch_name(read[0].dtype) if read else "float32"
+    return op_time(device, carried_out(node), moved, dtype, is_attention(node))

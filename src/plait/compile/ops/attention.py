@@ -139,6 +139,11 @@ def _flops(signature: Signature, call: Call) -> float:
     return 2.0 * pairs * (3 * wide + 2 * values if signature.backward else wide + values)
 
 
+def _skips(signature: Signature, call: Call) -> float:
+    """Half of the products under a causal mask, whose blocks fused kernels pass over."""
+    return 0.5 if signature.causal is not None and call.arg(*signature.causal, False) else 0.0
+
+
 for _name, _signature in _SIGNATURES.items():
     SIGNATURES.update(dict.fromkeys(overloads(_name), _signature))
     _groups = first_operand if _signature.query else no_groups  # backward ops are linear in the gradient
@@ -147,6 +152,6 @@ for _name, _signature in _SIGNATURES.items():
         spec=OpSpec(
             strategies=attention_strategies(_signature), linear=_groups, formats=True, strided=True, role="attention",
             dropout=_signature.dropout and _signature.dropout[0], by_device=True,
-            flops=functools.partial(_flops, _signature),
+            flops=functools.partial(_flops, _signature), skips=functools.partial(_skips, _signature),
         ),
     )  # fmt: skip

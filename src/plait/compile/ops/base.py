@@ -253,6 +253,7 @@ class OpSpec:
         ties: whether all that reads its result is on one stage of a pipeline, and what lies between.
         puts: position of the tensor that the call copies into a buffer of several.
         flops: floating-point operations of a call, for ops whose formula torch.utils.flop_counter lacks.
+        skips: the fraction of them that its kernel does not carry out, because a mask hides their results.
     """
 
     known: bool = True
@@ -285,6 +286,7 @@ class OpSpec:
     ties: bool = False
     puts: int | None = None
     flops: Callable[[Call], float] | None = None
+    skips: Callable[[Call], float] | None = None
 
 
 NO_OP_SPEC = OpSpec(known=False)  # for an op without a row
