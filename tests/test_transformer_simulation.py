@@ -244,12 +244,34 @@ def test_memory_is_what_plait_predicts_op_by_op() -> None:
     assert walked.peak <= closed.peak_memory <= 1.25 * walked.peak
 
 
+@pytest.mark.parametrize(("axes", "values"), [("", 1), ("tensor=2", 2), ("tensor=2 sequence=yes", 1)])
+def test_a_layer_that_is_recomputed_keeps_its_input_and_the_sum_after_attention(axes: str, values: int) -> None:
+    """By `plait.memory`, which walks through the graphs that ranks run, and by closed forms."""
+    batch = {"x": torch.zeros(4, 64, dtype=torch.int64), "y": torch.zeros(4, 64, dtype=torch.int64)}
+    plan, value = f"{axes} recompute=layer", 4 * 64 * 64 * 4
+    models = [BytesGPT(layers=num, width=64, heads=4, sequence=64) for num in (2, 4)]
+    few, many = (plait.memory(model, loss_fn, batch, plan).fullest.saved for model in models)
+    assert many - few == 2 * values * value
+    shape = TransformerShape(2, 64, 4, 256, 64, tied=False, dropout=False, stores_scores=False)
+    shapes = [shape, replace(shape, layers=4)]
+    few, many = (step(plan, 4, shape=each).estimate.memory["activations"] for each in shapes)
+    assert many - few == 2 * values * value
+
+
+def test_a_layer_that_is_recomputed_sends_no_sum_again() -> None:
+    plain, again = (step(f"tensor=2 {more}").estimate.sent for more in ("", "recompute=layer"))
+    assert again == plain
+    gathers = step("tensor=2 sequence=yes recompute=layer").estimate.sent
+    assert gathers["node"] == pytest.approx(plain["node"] * 5 / 4)
+    assert step("data=8 zero=3 recompute=layer").estimate.sent == step("data=8 zero=3").estimate.sent
+
+
 def test_a_shape_by_itself_on_the_command_line(tmp_path: Path) -> None:
     file = str(EXAMPLES / "shapes" / "llama3_70b.toml")
-    plan = "data=2 tensor=8 pipeline=4 micro=16 precision=bf16-params zero=1 recompute=layer"
+    plan = "data=2 tensor=8 pipeline=4 micro=32 precision=bf16-params zero=1 recompute=layer"
     result = CliRunner().invoke(app, ["simulate", file, "--plan", plan, "--cluster", "h100x64"])
     assert result.exit_code == 0, result.output
-    for text in ("64 of h100x64", "MFU", "tokens/s/rank", "1f1b on 4 ranks, 4 stages, 16 microbatches", "fits", "pod"):
+    for text in ("64 of h100x64", "MFU", "tokens/s/rank", "1f1b on 4 ranks, 4 stages, 32 microbatches", "fits", "pod"):
         assert text in result.output
     alone = CliRunner().invoke(app, ["simulate", file, "--plan", "", "--cluster", "h100"])
     assert "does not fit, by" in alone.output

@@ -165,7 +165,7 @@ class ModelForms:
         own, whole = self.own(how), how.num_micro * cells.compute
         half = self.each.parameters / 2 if how.precision.endswith("-params") else self.each.parameters
         hides = self.cluster.device.overlaps
-        traffic = StateTraffic(self.each, self.each.gradients, half, half, hides_sums=hides)
+        traffic = StateTraffic(self.each, self.each.gradients, half, half, hides_sums=hides, repeats_sums=False)
         data = sums_time(own, how, self.cluster, traffic, whole if hides else 0.0, cells.seconds - cells.forward)
         update, copies = self.update * trained(own, how) / self.parameters, 0.0
         if how.homes.any_away:

@@ -35,7 +35,10 @@ def kept_bytes(
     found = shape.activation_bytes(rows, how.weights, how.sequence, recompute) * program.value_bytes / HALF_BYTES
     inputs = 1 if recompute in (ALTERNATE, FULL) else 2  # of norms, which are of the residual stream
     wider = inputs * (program.stream_bytes - program.value_bytes) * shape.hidden * rows * shape.sequence
-    return found + wider / (how.weights if how.sequence else 1)
+    found += wider / (how.weights if how.sequence else 1)
+    if recompute == FULL and how.weights > 1 and not program.repeats_sums:
+        found += program.value_bytes * rows * shape.sequence * shape.hidden / (how.weights if how.sequence else 1)
+    return found
 
 
 def least_budget(shape: TransformerShape, how: Parallelism, rows: float, program: TransformerProgram) -> float:

@@ -29,6 +29,8 @@ class TransformerProgram:
         stream_bytes: bytes of a value of the residual stream, which autocast leaves in float32.
         reduce_bytes: bytes per parameter of gradients as they are summed over ranks; 0 for those of `states`.
         hides_sums: whether sums of gradients run while the last backward computes.
+        repeats_sums: whether a layer that is recomputed sums over ranks that split weights, and gathers parameters,
+            once more for that. If not, only gathers of a sequence are repeated, and the sum after attention is kept.
         contention: the seconds that compute loses for each second of a collective that it hides.
         repeats_heads: whether keys and values are repeated for all heads before they go around a ring of a context.
         ring_gradient_bytes: bytes per element of their gradients as they go around; 0 for those of an activation.
@@ -48,6 +50,7 @@ class TransformerProgram:
     stream_bytes: int = HALF_BYTES
     reduce_bytes: int = 0
     hides_sums: bool = False
+    repeats_sums: bool = True
     contention: float = 0.0
     repeats_heads: bool = False
     ring_gradient_bytes: int = 0
@@ -63,7 +66,7 @@ class TransformerProgram:
         """How states are stored and sent."""
         return StateTraffic(
             self.states, self.summed_bytes, self.value_bytes, self.stream_bytes, self.gather_efficiency,
-            self.hides_sums, self.contention,
+            self.hides_sums, self.repeats_sums, self.contention,
         )  # fmt: skip
 
 

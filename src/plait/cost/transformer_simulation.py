@@ -161,6 +161,7 @@ def program_in(precision: str, reduce: str = "fp32") -> TransformerProgram:
         stream_bytes=HALF_BYTES if params else 4,
         reduce_bytes=HALF_BYTES if reduce == "bf16" else 0,
         hides_sums=True,
+        repeats_sums=False,
         contention=_CONTENTION,
     )
 

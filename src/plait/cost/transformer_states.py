@@ -76,6 +76,7 @@ class StateTraffic:
         fetched_bytes: of a parameter, as it is copied to the device.
         gather_efficiency: of the links, in gathers of parameters for their use.
         hides_sums: whether sums of gradients run while the last backward computes.
+        repeats_sums: whether a layer that is recomputed gathers its parameters for that too.
         contention: the seconds that compute loses for each second of a collective that it hides.
     """
 
@@ -85,6 +86,7 @@ class StateTraffic:
     fetched_bytes: float
     gather_efficiency: float = 1.0
     hides_sums: bool = False
+    repeats_sums: bool = True
     contention: float = 0.0
 
     def exposed(self, seconds: float, compute: float) -> float:
@@ -131,7 +133,7 @@ def _sums(
         rest = collective_time(CollectiveKind.ALL_REDUCE, part, range(0, ranks * step, how.sharded * step), cluster)
     if how.cuts.parameters:
         half = traffic.value_bytes * own
-        gathers = (3 if how.recompute == FULL else 2) * how.num_micro
+        gathers = (3 if how.recompute == FULL and traffic.repeats_sums else 2) * how.num_micro
         seconds = gathers * collective_time(CollectiveKind.ALL_GATHER, half, inner, cluster)
         seconds += how.num_micro * collective_time(CollectiveKind.REDUCE_SCATTER, gradients, inner, cluster)
         seconds /= traffic.gather_efficiency

@@ -358,7 +358,8 @@ def _layer_time(
     inputs = matrices + 2 * attention + scoring + between + sums + scores_again + again[how.recompute]
     num_bytes = program.value_bytes * tokens * hidden
     each = collective_time(CollectiveKind.ALL_REDUCE, num_bytes, range(parts), cluster)
-    sent = [2 * each, (4 if how.recompute == FULL else 2) * each]  # an all-gather and a reduce-scatter take as long
+    # An all-gather and a reduce-scatter take as long as an all-reduce.
+    sent = [2 * each, (2 + _sums_again(how, program)) * each]
     if how.context > 1:  # keys and values go around, in backward with their gradients
         width = hidden if program.repeats_heads else shape.kv_width
         pairs, ranks = 2 * tokens * how.context * width / parts, range(0, how.context * parts, parts)
@@ -404,6 +405,13 @@ def message_time(
     return seconds
 
 
+def _sums_again(how: Parallelism, program: TransformerProgram) -> int:
+    """How many sums over ranks that split weights a layer repeats in its backward."""
+    if how.recompute != FULL:
+        return 0
+    return 2 if program.repeats_sums else int(how.sequence)  # two gathers of the sequence are half a sum each
+
+
 def _repeated(
     shape: TransformerShape, how: Parallelism, rows: float, program: TransformerProgram, again: dict[str, float]
 ) -> float:
@@ -435,8 +443,8 @@ def _sent(
 
     again = 6 if how.recompute == FULL else 4
     layers, whole = shape.layers / how.pipeline, program.value_bytes * tokens * shape.hidden
-    weights = CollectiveKind.ALL_REDUCE.sent_bytes(int(whole), how.weights) * again * layers * how.num_micro
-    add(range(how.weights), weights)
+    num_sums = (4 + _sums_again(how, program)) * layers * how.num_micro
+    add(range(how.weights), CollectiveKind.ALL_REDUCE.sent_bytes(int(whole), how.weights) * num_sums)
     stride = how.context * how.weights
     rows_sent = shape.experts_per_token * whole * how.sent_rows * (how.experts - 1) / how.experts
     add(range(0, how.experts * stride, stride), rows_sent * again * layers * how.num_micro)
@@ -449,7 +457,8 @@ def _sent(
     if how.cuts.optimizer:
         sums = CollectiveKind.REDUCE_SCATTER.sent_bytes(int(gradients), how.sharded)
         gathers = CollectiveKind.ALL_GATHER.sent_bytes(int(gathered / how.sharded), how.sharded)
-        uses = (3 if how.recompute == FULL else 2) * how.num_micro if how.cuts.parameters else 1
+        gathers_again = how.recompute == FULL and program.repeats_sums
+        uses = (2 + gathers_again) * how.num_micro if how.cuts.parameters else 1
         add(inner, sums * (how.num_micro if how.cuts.gradients else 1) + gathers * uses)
     copies = how.agreeing * how.context // how.sharded
     alike = range(0, copies * how.sharded * how.weights, how.sharded * how.weights)
