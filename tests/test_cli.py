@@ -287,10 +287,10 @@ def test_ctrl_c_before_training_begins_is_one_line(folder: Path, processes: str)
 
 
 PRINTS = """
-import os, pathlib
+import os, pathlib, time
 pathlib.Path('up.' + os.environ['RANK']).touch()
-while not (pathlib.Path('up.0').exists() and pathlib.Path('up.1').exists()):
-    pass  # so that they print side by side
+while not (pathlib.Path('up.0').exists() and pathlib.Path('up.1').exists()):  # so that they print side by side
+    time.sleep(0.01)
 for i in range(4000):
     print('rank', os.environ['RANK'], 'says', i, '.' * (i % 97))
 """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from test_verify import gpt, gpt_batch
@@ -14,6 +17,8 @@ from plait.api.job.gpt import loss_fn
 from plait.backends.eager.collectives import all_reduce_start
 from plait.backends.eager.passes import eager_graphs
 from plait.backends.eager.rewrites.bucket_gradients import bucket_put, bucket_start, bucket_wait
+from plait.compile.capture.capture import capture
+from plait.compile.pipeline import compile
 from plait.engine.compiler import Captures, Compiler
 from plait.plan.plan import Plan
 from plait.schedule.buckets import bucket_limit, split_buckets
@@ -104,3 +109,14 @@ def test_few_key_value_heads_are_split_if_they_can_be(shared: int, key: str) -> 
     assert f"{found.program.layouts['key.weight']}" == key
     report = plait.verify(model, loss, batch, "tensor=2")
     assert report.ok, report
+
+
+def test_what_a_process_remembers_of_calls_keeps_no_graph() -> None:
+    """Strategies and shapes are remembered from one step to the next; the steps themselves are not."""
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 4)), torch.randn(4, 4)
+    captured = capture(model, lambda model, x: model(x).square().mean(), x)
+    compile(captured, Plan.parse("data=2 tensor=2"))
+    step = weakref.ref(captured.graph)
+    del captured
+    gc.collect()
+    assert step() is None

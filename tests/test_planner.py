@@ -10,6 +10,7 @@ from pathlib import Path
 import memory_ranks
 import pytest
 import torch
+from plan_choices import choices_of
 from typer.testing import CliRunner
 
 import plait
@@ -27,7 +28,7 @@ from plait.errors import PlanError
 from plait.plan.legality import refusals
 from plait.plan.parallelism import Parallelism
 from plait.plan.plan import Plan
-from plait.plan.plan_space import Limits, PlanChoice, PlanSpace, batch_sizes, plan_of
+from plait.plan.plan_space import Limits, PlanSpace, batch_sizes, plan_of
 from plait.plan.step_facts import StepFacts
 from plait.report.plan_text import describe_plans
 from plait.spec.cluster import Cluster
@@ -48,19 +49,9 @@ def found(
     return search(ShapeEvaluator(shape, where), where, (rows,), Limits.parse(limits), memory)
 
 
-def choices(space: PlanSpace) -> list[PlanChoice]:
-    return [
-        PlanChoice(outline, option, home, *order)
-        for _, outline in space.outlines()
-        for option in space.states(outline)
-        for home in space.homes
-        for order in space.schedules(outline)
-    ]
-
-
 def test_all_plans_of_a_space_are_legal_and_say_what_they_are() -> None:
     space = PlanSpace(8, (16,), (4, 8), 4, (8, 8), 64, ("bf16-params", "fp32"), True)
-    of_all = choices(space)
+    of_all = choices_of(space)
     assert len(of_all) > 20_000
     for choice in islice(of_all, 0, None, 37):
         how = choice.how
@@ -76,7 +67,7 @@ def test_all_plans_of_a_space_are_legal_and_say_what_they_are() -> None:
 def test_experts_are_spread_over_ranks_of_data() -> None:
     limits = Limits.parse("expert.capacity=1.25 micro=1 sync=1")
     space = PlanSpace(8, (16,), (8,), 2, (8,), 64, ("fp32",), False, limits, experts=4)
-    found = choices(space)
+    found = choices_of(space)
     assert {choice.how.experts for choice in found} == {1, 2, 4}
     for choice in found[::5]:
         plan = plan_of(choice.how)
@@ -88,7 +79,7 @@ def test_experts_are_spread_over_ranks_of_data() -> None:
 
 def test_a_space_has_every_key_that_is_searched() -> None:
     space = PlanSpace(8, (32,), (4, 8), 4, (8, 8), 64, ("bf16-params", "fp32"), True)
-    plans = [str(plan_of(choice.how)) for choice in choices(space)[::11]]
+    plans = [str(plan_of(choice.how)) for choice in choices_of(space)[::11]]
     words = {word.partition("=")[0] for plan in plans for word in plan.split()}
     assert words >= {
         "data", "replica", "tensor", "sequence", "context", "pipeline", "schedule", "chunks", "zero", "micro",
@@ -116,7 +107,7 @@ def test_a_space_has_every_key_that_is_searched() -> None:
 )
 def test_limits(limits: str, kept: object) -> None:
     space = PlanSpace(8, (32,), (4, 8), 4, (8, 8), 64, ("bf16-params",), True, Limits.parse(limits))
-    plans = [plan_of(choice.how) for choice in choices(space)[::3]]
+    plans = [plan_of(choice.how) for choice in choices_of(space)[::3]]
     assert plans
     assert callable(kept)
     assert all(kept(plan) for plan in plans)
@@ -131,7 +122,7 @@ def test_no_plan_of_all_is_better() -> None:
     best = search(evaluator, node, (64,), limits).best[0]
     space = evaluator.space(8, (64,), limits)
     every = []
-    for choice in choices(space):
+    for choice in choices_of(space):
         step = simulate_step(GPT, plan_of(choice.how), 64, node)
         if step.misses_by(USABLE * node.device.memory) <= 0:
             every.append(step)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plan_choices import choices_of
 
 from plait.cost.plan_search import search
 from plait.cost.shape_evaluator import ShapeEvaluator
@@ -20,7 +21,7 @@ from plait.errors import PlanError
 from plait.plan.legality import refusals
 from plait.plan.parallelism import Parallelism
 from plait.plan.plan import Plan
-from plait.plan.plan_space import Limits, PlanChoice, PlanSpace, plan_of
+from plait.plan.plan_space import Limits, PlanChoice, plan_of
 from plait.plan.step_facts import StepFacts
 from plait.spec.cluster import Cluster, EfficiencyCurve
 from plait.spec.cluster_file import find_cluster
@@ -43,17 +44,7 @@ def choices(shape: str, cluster: str) -> list[PlanChoice]:
     where = find_cluster(cluster)
     limits = Limits.parse("compress=none,int8 expert.capacity=1.25 micro=1,4,16")
     space = ShapeEvaluator(SHAPES[shape], where).space(where.num_devices, (ROWS,), limits)
-    return _choices(space)[::7]
-
-
-def _choices(space: PlanSpace) -> list[PlanChoice]:
-    return [
-        PlanChoice(outline, option, home, *order)
-        for _, outline in space.outlines()
-        for option in space.states(outline)
-        for home in space.homes
-        for order in space.schedules(outline)
-    ]
+    return choices_of(space)[::7]
 
 
 @st.composite
@@ -189,7 +180,7 @@ def test_the_nearest_plan_is_nearest_of_all(limits: str) -> None:
     found = search(ShapeEvaluator(shape, where), where, (ROWS,), given_limits, 1e6)
     assert found.best == () and found.nearest is not None
     space = ShapeEvaluator(shape, where).space(8, (ROWS,), given_limits)
-    everything = [plan_of(choice.how) for choice in _choices(space)]
+    everything = [plan_of(choice.how) for choice in choices_of(space)]
     assert len(everything) > 2_000
     least = min(_misses(shape, plan, where) for plan in everything[::3])
     assert found.nearest.step.misses_by(1e6) <= least

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from plait.compile.capture.branches import Part
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.loop_state import LoopState, calls_since, is_settled, last_call
-from plait.compile.capture.masked_rows import dynamic
+from plait.compile.capture.masked_rows import Addition, dynamic
 from plait.compile.ir.calls import is_tensor, op_spec_of, tensor_inputs
 from plait.compile.ir.rewriting import same_order
 from plait.compile.ir.samples import bound_of, known_value, sample_ids, signature, whole_numbers
@@ -153,24 +153,16 @@ class EmptyRounds:
         while self._running and self._running[-1].frame.f_lasti not in self._running[-1].part.offsets:
             self._end(self._running.pop())
 
-    def note_addition(
-        self,
-        calls: Sequence[Node],
-        before: Tensor,
-        after: Tensor,
-        was: Node,
-        mask: Node | None,
-        owner: object = None,
-    ) -> None:
-        """Note that calls have added the rows of a mask, or of a round of a loop, to a value, whose node was `was`."""
-        now = self._recorder.node_of(after)
+    def note_addition(self, made: Addition) -> None:
+        """Note that rows were added to a value."""
+        now = self._recorder.node_of(made.after)
         for each in self._running:
-            each.own |= set(calls)
-            each.totals.append((before, after))
-            if now is not was:
-                each.steps[now] = was
-            if owner is None or each.owner is not owner:
-                each.masks.append(mask)
+            each.own |= set(made.calls)
+            each.totals.append((made.before, made.after))
+            if now is not made.was:
+                each.steps[now] = made.was
+            if made.round is None or each.owner is not made.round:
+                each.masks.append(made.mask)
 
     def note_reduction(self) -> None:
         """Note that a number was computed from several rows: of none it may be no number at all."""

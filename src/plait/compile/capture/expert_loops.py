@@ -30,7 +30,7 @@ from plait.compile.capture.expert_modules import ExpertModules
 from plait.compile.capture.expert_stand_ins import ExpertRows, OwnRow
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.loop_state import LoopState, Totals, calls_since, check_loop, is_settled, last_call
-from plait.compile.capture.masked_rows import Owner, Selected, UnknownCount, dynamic
+from plait.compile.capture.masked_rows import Addition, Owner, Selected, UnknownCount, dynamic
 from plait.compile.ir.calls import is_item, is_tensor, op_spec_of, tensor_inputs
 from plait.compile.ir.rewriting import same_order
 from plait.compile.ir.samples import bound_of, computes_same, holds_for_samples, known_value, whole_numbers
@@ -344,7 +344,7 @@ class ExpertRound:
         if not self._adds:
             self._check_same(addition)
             self.loop.last_addition = last_call(recorder)
-            self.owner.note_addition((), x, x, recorder.node_of(x), self.mask, self)
+            self.owner.note_addition(Addition((), x, x, recorder.node_of(x), self.mask, self))
             return x
         if not self.loop.additions:
             self.loop.first_addition = last_call(recorder)
@@ -355,7 +355,7 @@ class ExpertRound:
         self.added |= {before, recorder.node_of(found), recorder.node_of(x)}
         self._results += [x, found]
         totals.become(number, found)
-        self.owner.note_addition(calls_since(recorder, last), x, found, before, self.mask, self)
+        self.owner.note_addition(Addition(calls_since(recorder, last), x, found, before, self.mask, self))
         return found
 
     def _check_same(self, addition: tuple[int, Node, Node, float]) -> None:

@@ -28,7 +28,7 @@ from plait.compile.capture.expert_stand_ins import ExpertRows
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.late_values import LateValues
 from plait.compile.capture.loop_state import calls_since, last_call
-from plait.compile.capture.masked_rows import FILL, InOne, Selected, dynamic, rows_of
+from plait.compile.capture.masked_rows import FILL, Addition, InOne, Selected, dynamic, rows_of
 from plait.compile.capture.unrolled_loops import UnrolledLoop
 from plait.compile.ir.rewriting import root_of
 from plait.compile.ir.samples import bound_of, computes_same
@@ -56,7 +56,6 @@ class Selections(TorchFunctionMode):
         self._left: list[ExpertLoop] = []  # loops that ended before their last place
         self._masks: list[tuple[Node, Tensor]] = []
         late.parts = self.empty = EmptyRounds(recorder, late.checks)
-        self.note_addition = self.empty.note_addition
         self._reduced: set[Node] = set()  # values that are computed from several rows
 
     def mask(self, keep: Tensor) -> Tensor:
@@ -82,8 +81,12 @@ class Selections(TorchFunctionMode):
         last, was = last_call(self._recorder), self._recorder.node_of(x)
         found = add()
         after = found if isinstance(found, Tensor) else x
-        self.note_addition(calls_since(self._recorder, last), x, after, was, self._recorder.node_of(keep))
+        self.note_addition(Addition(calls_since(self._recorder, last), x, after, was, self._recorder.node_of(keep)))
         return found
+
+    def note_addition(self, addition: Addition) -> None:
+        """Note that rows were added to a value."""
+        self.empty.note_addition(addition)
 
     def reduced(self, found: Tensor) -> Tensor:
         """Note that a number is computed from several rows: of none it may be no number. Returns it."""

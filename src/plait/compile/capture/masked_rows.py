@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,26 @@ FILL = 0.5  # in rows that do not count: log, sqrt, 1/x, asin and their gradient
 
 # What a torch function does with selections, by its name without leading or trailing underscores (masked_ops.py).
 HANDLERS: dict[str, Callable[..., Any]] = {}
+
+
+class Addition(NamedTuple):
+    """Rows that were added to a value.
+
+    Attributes:
+        calls: those that have added them.
+        before: the value without them.
+        after: the value with them, which may be the same tensor.
+        was: the node of the value without them.
+        mask: the mask that selects them.
+        round: the round of a loop that they are of, if any.
+    """
+
+    calls: Sequence[Node]
+    before: Tensor
+    after: Tensor
+    was: Node
+    mask: Node | None
+    round: object = None
 
 
 class Owner(Protocol):
@@ -34,16 +54,8 @@ class Owner(Protocol):
     def adding(self, x: Tensor, keep: Tensor, add: Callable[[], Any]) -> Any:
         """Add rows that a mask selects to a value, with `add`, which returns the value or None."""
 
-    def note_addition(
-        self,
-        calls: Sequence[Node],
-        before: Tensor,
-        after: Tensor,
-        was: Node,
-        mask: Node | None,
-        owner: object = None,
-    ) -> None:
-        """Note that calls have added the rows of a mask, or of a round of a loop, to a value, whose node was `was`."""
+    def note_addition(self, addition: Addition) -> None:
+        """Note that rows were added to a value."""
 
     def reduced(self, found: Tensor) -> Tensor:
         """Note that a number is computed from several rows: of none it may be no number. Returns it."""

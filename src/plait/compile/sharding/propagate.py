@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from plait.compile.ir.calls import (
     call_of,
     is_item,
+    is_tensor,
     op_spec_of,
     output_node,
     output_values,
@@ -230,15 +231,10 @@ class Propagator:
         sources = tuple([self._source(i, have) for i, have in zip(inputs, given, strict=True)])
         leaves = rule.copies is not None and only_leaves(node)
         options = (leaves, self.size, self.keeps_sequence)
-        key = (
-            call.op,
-            id(rule),
-            frozen(call.args, spec_of),
-            frozen(call.kwargs, spec_of),
-            call.outputs,
-            sources,
-            options,
-        )
+        if not all(map(is_tensor, node.all_input_nodes)):  # the arguments hold a node, which must not be kept
+            return _cheapest(rule, call, sources, *options)
+        arguments = frozen(call.args, spec_of), frozen(call.kwargs, spec_of)
+        key = (call.op, id(rule), *arguments, call.outputs, sources, options)
         if key not in _chosen:
             _chosen[key] = (_cheapest(rule, call, sources, *options), rule)  # the rule lives as long as its id is used
         found: tuple[Strategy, float, bool] = _chosen[key][0]
