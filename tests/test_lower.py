@@ -118,5 +118,6 @@ def test_what_a_process_remembers_of_calls_keeps_no_graph() -> None:
     compile(captured, Plan.parse("data=2 tensor=2"))
     mode = weakref.ref(next(iter(captured.graph.nodes)).meta["val"].fake_mode)  # which every value of the step holds
     del captured
-    gc.collect()
+    for _ in range(3):  # a view's base, which C++ holds too, goes only once the view has gone
+        gc.collect()
     assert mode() is None
