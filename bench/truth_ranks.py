@@ -298,7 +298,7 @@ def _together(state: Candidates) -> list[tuple[int, float]]:
             large + large
 
     rates = {}
-    for num in range(1, state.size + 1):
+    for num in range(1, min(CORES, state.size) + 1):
         everyone.barrier()
         begin, count = time.perf_counter(), 0
         while (now := time.perf_counter()) < begin + 0.15:
