@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ def write(like: Node, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node
     given = map_arg((args, kwargs), lambda source: source.meta["val"])
     with mode, torch.no_grad():
         value = op(*given[0], **given[1])
-    describe(node, replace(info_of(like), formats=None), value)
+    describe(node, info_of(like)._replace(formats=None), value)
     return node
 
 

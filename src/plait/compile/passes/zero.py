@@ -7,7 +7,6 @@ Zhao et al. 2023, "PyTorch FSDP"). A parameter that is read in half precision on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ def gather_parameters(graph: Graph, cuts: Mapping[str, Cut], axes: Mapping[str, 
             if not readers:
                 continue
             first = min(readers)
-            made = replace(info, phase=phase_of(first), module=info_of(first).module, origin="zero=3")
+            made = info._replace(phase=phase_of(first), module=info_of(first).module, origin="zero=3")
             with graph.inserting_before(first):
                 sent = node
                 if dtype != whole.dtype:

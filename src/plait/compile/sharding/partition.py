@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ class LocalBuilder:
         self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any, num_bytes: int = 0, what: str = ""
     ) -> Node:
         node = append_call(self.graph, op, args, kwargs)
-        describe(node, replace(self.info, num_bytes=num_bytes, what=what) if num_bytes else self.info, value)
+        describe(node, self.info._replace(num_bytes=num_bytes, what=what) if num_bytes else self.info, value)
         return node
 
     def collective(self, op: Any, tensor: Node, shape: tuple[int, ...], *args: Any, axis: str = "") -> Node:
@@ -67,7 +66,7 @@ class LocalBuilder:
     def on_rank(self, index: int) -> Iterator[None]:
         """Context in which calls are appended that only one rank of the axis runs."""
         saved = self.info
-        self.info = replace(saved, owner={**saved.owner, self.axis: index})
+        self.info = saved._replace(owner={**saved.owner, self.axis: index})
         yield
         self.info = saved
 
@@ -124,7 +123,7 @@ class LocalBuilder:
                 return emit(comm_ops.all_reduce, shape, op)
             case Only(index=root), Replicate():
                 owner = {a: index for a, index in self.info.owner.items() if a != axis}
-                self.info = replace(self.info, owner=owner)  # every rank of the axis has the result
+                self.info = self.info._replace(owner=owner)  # every rank of the axis has the result
                 return emit(comm_ops.broadcast, shape, root)
             case Shard(dim=dim, blocks=blocks), Replicate():
                 if node.target is comm_ops.shard and node.args[1:] == (axis, dim, blocks):
@@ -205,12 +204,12 @@ class Partitioner:
             whole = self.forms.get((node, REPLICATE))
             saved = self.builder.info
             origin = whole if whole is not None and isinstance(want, Shard) else local
-            self.builder.info = replace(info_of(node), source=node.name, owner=info_of(origin).owner)
+            self.builder.info = info_of(node)._replace(source=node.name, owner=info_of(origin).owner)
             if whole is not None and isinstance(want, Shard):
                 self.forms[key] = self.builder.convert(whole, REPLICATE, want)
             elif want == REPLICATE and (source := self._whole_source(node)) is not None:
                 owner = info_of(self.forms[source, REPLICATE]).owner
-                self.builder.info = replace(self.builder.info, owner=owner)
+                self.builder.info = self.builder.info._replace(owner=owner)
                 self.forms[key] = self._view_of(source, node)
             else:
                 self.forms[key] = self.builder.convert(local, have, want)
@@ -256,10 +255,10 @@ class Partitioner:
         )
         info, origin = info_of(node), self.found.origin.get(node, "")
         if info.origin != origin:
-            info = replace(info, origin=origin)
+            info = info._replace(origin=origin)
         place = next((p for p in strategy.outputs if isinstance(p, Only)), None)
         if place is not None:
-            info = replace(info, owner={**info.owner, self.axis: place.index})
+            info = info._replace(owner={**info.owner, self.axis: place.index})
         self.builder.info = info
         if all(isinstance(p, (Replicate, Only)) for p in (*strategy.inputs, *strategy.outputs)):
             self.local[node] = self.builder.node(node.target, args, kwargs, node.meta["val"])

@@ -160,7 +160,7 @@ def keep_written_buffers(graph: Graph, written: Collection[str]) -> None:
         first = next(u for u in graph.nodes if u in node.users)
         with graph.inserting_before(first):
             copy = graph.call_function(aten.clone.default, (node,))
-        describe(copy, replace(info_of(first), phase="forward", owner={}), node.meta["val"])
+        describe(copy, info_of(first)._replace(phase="forward", owner={}), node.meta["val"])
         for user in users:
             if is_backward(user):
                 user.replace_input_with(node, copy)

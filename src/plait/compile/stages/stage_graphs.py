@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -310,8 +310,8 @@ class _CellBuilder:
             else:
                 repeated = node in self._anywhere or base_of(node, self._anywhere) is not node
                 made = self._repeated(node) if repeated else self._input(node)
-                info = replace(info_of(node), phase="forward" if self._cell[0] == "F" else "backward")
-                describe(made, info if repeated else replace(info, kind="value", name=node.name), node.meta.get("val"))
+                info = info_of(node)._replace(phase="forward" if self._cell[0] == "F" else "backward")
+                describe(made, info if repeated else info._replace(kind="value", name=node.name), node.meta.get("val"))
             self._copies[node] = made
         return self._copies[node]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -196,7 +196,7 @@ def _join(graph: Graph, members: list[PendingReduction], sent: torch.dtype, end:
         offset += tensor.meta["val"].numel()
     with graph.inserting_after(flat):
         start = graph.call_function(rows_start if rows is not None else bucket_start, (world, flat, axes))
-        describe(start, replace(info, num_bytes=total * sent.itemsize, what=what), None)
+        describe(start, info._replace(num_bytes=total * sent.itemsize, what=what), None)
     dtype = values[0].dtype
     with graph.inserting_before(end):
         if rows is not None:

@@ -8,7 +8,6 @@ by its last reader.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,7 +92,7 @@ def pop_dead_values(graph: Graph, kept: Collection[str]) -> Graph:
         if node.users:
             with graph.inserting_before(min(node.users)):
                 taken = graph.call_function(read_saved if info.name in kept else pop_saved, (saved, info.name))
-            describe(taken, replace(info, kind="", name=""), node.meta["val"])
+            describe(taken, info._replace(kind="", name=""), node.meta["val"])
             node.replace_all_uses_with(taken)
         graph.erase_node(node)
     return graph

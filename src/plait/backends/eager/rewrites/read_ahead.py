@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -66,13 +65,13 @@ def read_ahead(
                 begun = start(members)
             own = info_of(begun)
             size = own.num_bytes or sum(num_bytes(v) for v in values)
-            describe(begun, replace(shared, num_bytes=size, what=own.what), None)
+            describe(begun, shared._replace(num_bytes=size, what=own.what), None)
             with graph.inserting_before(reader):
                 done = graph.call_function(wait, (begun,))
                 describe(done, shared, values)
                 for index, node in enumerate(members):
                     item = graph.call_function(operator.getitem, (done, index))
-                    info = replace(info_of(node), phase=shared.phase, module=shared.module, origin=origin, owner=owner)
+                    info = info_of(node)._replace(phase=shared.phase, module=shared.module, origin=origin, owner=owner)
                     describe(item, info, values[index])
                     for user in readers[node]:
                         user.replace_input_with(node, item)
