@@ -78,13 +78,13 @@ def _install() -> None:
 
     torch.__future__.set_swap_module_params_on_conversion(True)  # `.data =` does not move a fake tensor
     # What is allowed once, before the first step: to compare the ranks' weights, and to try the optimizer on the host.
-    from plait.engine import initial_values, optimizers, same_batch
+    from plait.engine import initial_values, rank_optimizers, same_batch
 
     equal, checksum = torch.equal, same_batch._checksum
     any_fake = lambda *given: any(isinstance(each, FakeTensor) for each in given)  # noqa: E731
     initial_values.torch = type("torch", (), {**vars(torch), "equal": lambda a, b: any_fake(a, b) or equal(a, b)})  # type: ignore[attr-defined]
 
-    optimizers.check_exact = lambda *_: None
+    rank_optimizers.check_exact = lambda *_: None
 
     # What is computed on the host, of a batch that is there, and compared once ranks have exchanged it.
     def on_host(*given: Any) -> Any:

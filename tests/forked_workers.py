@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_SERVERS = "plait.integrations.servers"
+_SERVERS = "plait.integrations.ray_servers"
 _PRELOAD = ("torch._dynamo", f"{_SERVERS}.worker", f"{_SERVERS}.evaluator", "tests.served")
 _LARGEST = 1 << 20  # bytes of arguments and environment
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)

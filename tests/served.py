@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import plait
-from plait.integrations.servers.make_job import make_job
-from plait.integrations.servers.server_job import Job
-from plait.integrations.servers.tables.sparse_table import SparseTable
+from plait.integrations.ray_servers.make_job import make_job
+from plait.integrations.ray_servers.server_job import Job
+from plait.integrations.ray_servers.tables.sparse_table import SparseTable
 from plait.plan.plan import Plan
 
 NUM_ITEMS = 48

@@ -7,9 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from plait.integrations.servers.coordinator import Coordinator
-from plait.integrations.servers.messages import Note, Task, TaskQueue
-from plait.integrations.servers.server import Server
+from plait.integrations.ray_servers.coordinator import Coordinator
+from plait.integrations.ray_servers.messages import Note, Task, TaskQueue
+from plait.integrations.ray_servers.server import Server
 from tests.served import job_of
 
 

@@ -17,7 +17,7 @@ from plait.comm.thread_world import run_ranks
 from plait.engine.local_sgd.exchange import MeanExchange
 from plait.engine.optimizer_trials import depends_on_the_cut
 from plait.errors import CaptureError, LossError, PlanError
-from plait.integrations.servers.optimizer_shard import OptimizerShard
+from plait.integrations.ray_servers.optimizer_shard import OptimizerShard
 from plait.plan.compression import NO_COMPRESSION
 from plait.plan.plan import Plan
 

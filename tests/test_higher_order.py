@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import plait
-from plait.plan.kinds import SCHEDULE_NAMES
+from plait.plan.key_values import SCHEDULE_NAMES
 from plait.schedule.families import make_schedule
 
 

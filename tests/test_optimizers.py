@@ -19,7 +19,7 @@ from plait.api.trainer import Trainer
 from plait.comm.protocol import World
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.optimizer_trials import state_layouts
-from plait.engine.optimizers import OptimizerFactory
+from plait.engine.rank_optimizers import OptimizerFactory
 from plait.errors import ConfigError, PlanError, RankFailed
 from plait.optim import Lamb
 from plait.optim.adafactor import Adafactor

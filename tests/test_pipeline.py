@@ -33,7 +33,7 @@ from plait.engine.compiler import Captures, Compiler
 from plait.engine.local_batch import microbatches
 from plait.engine.rank_executor import RankExecutor
 from plait.errors import BatchError, PlanError, RankFailed, ScheduleError
-from plait.plan.kinds import SCHEDULE_NAMES
+from plait.plan.key_values import SCHEDULE_NAMES
 from plait.plan.plan import Plan
 from plait.schedule.families import make_schedule
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import PlanError
-from plait.plan.kinds import Recompute
+from plait.plan.key_values import Recompute
 from plait.plan.plan import Plan
 from plait.spec.mesh import Mesh
 

@@ -14,9 +14,9 @@ import torch
 from plait.engine.checkpoint import saved_state
 from plait.engine.checkpoint.saver import Saver
 from plait.errors import CheckpointError
-from plait.integrations.servers.full_model import FullModel
-from plait.integrations.servers.server import Server, Standing
-from plait.integrations.servers.server_job import Job
+from plait.integrations.ray_servers.full_model import FullModel
+from plait.integrations.ray_servers.server import Server, Standing
+from plait.integrations.ray_servers.server_job import Job
 from tests.served import job_of, make_click, make_clicks
 
 Extra = dict[str, Any]
@@ -86,7 +86,7 @@ def test_whatever_is_edited_only_a_checkpoint_error_comes_of_it(
     job = request.getfixturevalue(which)
     whole = saved(job)
     extra = extra_of(whole)
-    monkeypatch.setattr("plait.integrations.servers.full_model.load.load", lambda held, place: given)
+    monkeypatch.setattr("plait.integrations.ray_servers.full_model.load.load", lambda held, place: given)
     taken, said = 0, set[str]()
     for path in [one for one in places(extra) if one[0] in ("data", "tables", "outer")]:
         for junk in JUNK:

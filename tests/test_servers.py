@@ -18,10 +18,10 @@ from torch import Tensor
 from plait.api.trainer import Trainer
 from plait.engine.local_sgd.exchange import first_factor
 from plait.errors import BatchError, PlanError, WorldError
-from plait.integrations.servers.ray_cluster import check_installed, check_memory
-from plait.integrations.servers.served_check import OneProcessRun, run_in_one_process
-from plait.integrations.servers.server import Member, Server, Standing, UpdateDone, UpdateOrder
-from plait.integrations.servers.server_job import Job
+from plait.integrations.ray_servers.ray_cluster import check_installed, check_memory
+from plait.integrations.ray_servers.served_check import OneProcessRun, run_in_one_process
+from plait.integrations.ray_servers.server import Member, Server, Standing, UpdateDone, UpdateOrder
+from plait.integrations.ray_servers.server_job import Job
 from tests.served import NUM_IDS, Serial, job_of, make_click, make_clicks, make_model
 
 # Of each optimizer that works in another way on rows than on the whole, and of those that do not.

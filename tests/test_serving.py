@@ -30,11 +30,11 @@ from plait.api.trainer import Trainer
 from plait.comm.private_folder import private_folder
 from plait.engine.checkpoint.checkpoint_folders import newest
 from plait.errors import CheckpointError
-from plait.integrations.servers.full_model import FullModel
-from plait.integrations.servers.messages import Note, Progress, Refused
-from plait.integrations.servers.ray_cluster import load_ray, started_here
-from plait.integrations.servers.served_check import run_in_one_process
-from plait.integrations.servers.supervisor import RunSupervisor
+from plait.integrations.ray_servers.full_model import FullModel
+from plait.integrations.ray_servers.messages import Note, Progress, Refused
+from plait.integrations.ray_servers.ray_cluster import load_ray, started_here
+from plait.integrations.ray_servers.served_check import run_in_one_process
+from plait.integrations.ray_servers.supervisor import RunSupervisor
 from plait.plan.plan import Plan
 from tests.served import NUM_IDS, job_of, make_click, make_clicks, make_data, make_slow_clicks, make_slow_data
 
@@ -287,7 +287,7 @@ def posted(port: int) -> int:
 def test_nothing_of_ray_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     source = (
         "import time\n"
-        "from plait.integrations.servers.ray_cluster import load_ray, started_here\n"
+        "from plait.integrations.ray_servers.ray_cluster import load_ray, started_here\n"
         "with started_here(load_ray(), 1, 128 << 20):\n"
         "    open('started', 'w').close()\n"
         "    time.sleep(600)\n"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.api.trainer import Trainer
-from plait.engine.optimizers import make_optimizer
+from plait.engine.rank_optimizers import make_optimizer
 from plait.errors import CheckpointError, PlanError, RankFailed
 from plait.optim.combined import CombinedOptimizer
 

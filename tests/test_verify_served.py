@@ -13,7 +13,7 @@ from torch import nn
 
 import plait
 from plait.errors import BatchError, PlanError
-from plait.integrations.servers.optimizer_shard import ServerShard
+from plait.integrations.ray_servers.optimizer_shard import ServerShard
 from plait.schedule.consistency import Commit, Consistency, Go, Push, drawn_order
 from tests.served import Points, make_click, make_clicks, make_model
 

@@ -29,7 +29,7 @@ _HOME = {
     "Mean": "plait.compile.capture.loss_values",
     "Max": "plait.compile.capture.loss_values",
     "Min": "plait.compile.capture.loss_values",
-    "SparseTable": "plait.integrations.servers.tables.sparse_table",
+    "SparseTable": "plait.integrations.ray_servers.tables.sparse_table",
     "op_rule": "plait.compile.ops.custom",
     "optim": "plait.optim",
     "PlaitError": "plait.errors",

@@ -6,7 +6,7 @@ import random
 
 from fuzz import texts
 from fuzz.grammar import Spec, make
-from plait.plan.kinds import SCHEDULE_NAMES
+from plait.plan.key_values import SCHEDULE_NAMES
 
 AXES = ("tensor", "data")
 _SIMPLE = (

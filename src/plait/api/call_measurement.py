@@ -26,7 +26,7 @@ from plait.compile.ir.estimate import carried_out
 from plait.compile.rank_program import RankProgram
 from plait.compile.step_calls import call_bytes, signature_of
 from plait.engine.cpu_settings import prefer_fused
-from plait.engine.optimizers import OptimizerFactory, make_optimizer
+from plait.engine.rank_optimizers import OptimizerFactory, make_optimizer
 from plait.optim.combined import optimizers_within
 from plait.spec.cluster import CallTime
 

@@ -20,7 +20,7 @@ from plait.engine.setup_checks import check_plan, check_step
 from plait.errors import BatchError
 from plait.plan.annotation import Annotations
 from plait.plan.compression import NO_COMPRESSION
-from plait.plan.kinds import Interval
+from plait.plan.key_values import Interval
 from plait.plan.plan import Plan
 from plait.report.explanation import Explanation, explanation
 

@@ -20,7 +20,7 @@ from plait.engine.compiler import Captures, Compiler
 from plait.engine.dry_run import dry_run
 from plait.engine.local_batch import batch_of_replica, num_rows
 from plait.engine.local_sgd.replicas import bytes_kept
-from plait.engine.optimizers import OptimizerFactory
+from plait.engine.rank_optimizers import OptimizerFactory
 from plait.engine.setup_checks import check_plan, check_step
 from plait.errors import PlanError
 from plait.plan.annotation import Annotations

@@ -30,7 +30,7 @@ from plait.cost.transformer_simulation import misses_by
 from plait.cost.transformer_states import exchange_time
 from plait.cost.transformer_step import CellTimes, StateTimes, StepEstimate, agreement
 from plait.engine.local_batch import num_rows, num_tokens
-from plait.engine.optimizers import OptimizerFactory
+from plait.engine.rank_optimizers import OptimizerFactory
 from plait.errors import LayoutError, PlanError
 from plait.plan.annotation import Annotations
 from plait.plan.axes import axis_kind

@@ -21,7 +21,7 @@ from plait.cost.step_program import Call, OpCall, StepProgram, moved_by
 from plait.cost.step_simulation import StepSimulator, check_ranks
 from plait.engine.local_batch import batch_of_replica, num_rows, num_tokens
 from plait.engine.optimizer_step import StateEstimate
-from plait.engine.optimizers import OptimizerFactory, make_optimizer
+from plait.engine.rank_optimizers import OptimizerFactory, make_optimizer
 from plait.engine.setup_checks import check_plan
 from plait.errors import PlanError, Refusal
 from plait.optim.combined import each_parameter, title_of

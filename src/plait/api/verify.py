@@ -31,11 +31,11 @@ from plait.engine.compiler import Captures, Compiler
 from plait.engine.local_batch import step_key
 from plait.engine.loss_scale import FIRST_SCALE
 from plait.engine.model_copy import Twin, preserved
-from plait.engine.optimizers import OptimizerFactory, make_optimizer
+from plait.engine.rank_optimizers import OptimizerFactory, make_optimizer
 from plait.engine.setup_checks import check_given, check_plan, check_step, place_of_threads
 from plait.engine.trace_folder import loads_of_ranks
 from plait.errors import CaptureError, LossError, PlaitError, PlanError, Refusal
-from plait.integrations.servers.served_check import ServedCheck
+from plait.integrations.ray_servers.served_check import ServedCheck
 from plait.optim.combined import CombinedOptimizer
 from plait.plan.annotation import Annotations
 from plait.plan.plan import Plan

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plait.plan.kinds import Recompute
+from plait.plan.key_values import Recompute
 from plait.plan.plan import Plan
 from plait.plan.sharding_plan import ZERO_STAGES
 

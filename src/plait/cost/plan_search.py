@@ -28,12 +28,12 @@ from plait.cost.found_plans import (
 from plait.cost.memory_model import human_bytes
 from plait.cost.transformer_step import CellTimes
 from plait.errors import PlanError, Refusal
-from plait.plan.known_strategies import names_of
 from plait.plan.legality import refusals
 from plait.plan.parallelism import Homes, Parallelism
 from plait.plan.plan import Plan
 from plait.plan.plan_space import Limits, PlanChoice, PlanSpace, plan_of
 from plait.plan.step_facts import StepFacts
+from plait.plan.well_known_plans import names_of
 from plait.spec.cluster import Cluster
 
 _OF_ONE_MESH = 4  # candidates of one spread of ranks that are simulated at most

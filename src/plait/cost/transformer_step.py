@@ -24,7 +24,7 @@ from plait.cost.transformer_memory import kept_bytes, least_budget, memory_of_ra
 from plait.cost.transformer_program import DEFAULT_PROGRAM, TransformerProgram
 from plait.cost.transformer_states import Owned, exchange_time, host_work, sums_time, trained
 from plait.errors import PlanError, Refusal
-from plait.plan.kinds import Bytes
+from plait.plan.key_values import Bytes
 from plait.plan.parallelism import ALTERNATE, BUDGET, FULL, NONE, SELECTIVE, Parallelism
 from plait.spec.cluster import Cluster
 

@@ -38,7 +38,7 @@ from plait.engine.compiler import Captures, Compiler
 from plait.engine.engine import Engine
 from plait.engine.local_batch import LocalBatch, num_rows
 from plait.engine.optimizer_step import OptimizerStep
-from plait.engine.optimizers import OptimizerFactory
+from plait.engine.rank_optimizers import OptimizerFactory
 from plait.errors import PlanError
 from plait.optim.combined import title_of
 from plait.plan.axes import stage_axis

@@ -47,8 +47,8 @@ from plait.engine.loss_scale import LossScale
 from plait.engine.model_weights import AsItWas, refuse_away
 from plait.engine.optimizer_step import OptimizerStep
 from plait.engine.optimizer_trials import note_absent
-from plait.engine.optimizers import OptimizerFactory, build_both, build_optimizer
 from plait.engine.rank_executor import RankExecutor
+from plait.engine.rank_optimizers import OptimizerFactory, build_both, build_optimizer
 from plait.engine.same_batch import SameBatch
 from plait.engine.setup_checks import agree_on_setup, check_captured, describe_optimizer
 from plait.engine.step_results import refuse_padding, without_padding

@@ -25,7 +25,7 @@ from plait.comm.device import page_memory, synchronize
 from plait.comm.protocol import World
 from plait.cost.memory_model import padded
 from plait.engine.optimizer_trials import tried
-from plait.engine.optimizers import refuse_some_at_a_time
+from plait.engine.rank_optimizers import refuse_some_at_a_time
 from plait.optim.combined import each_parameter
 from plait.plan.sharding_plan import DEVICE, ShardingPlan, is_large
 from plait.spec.layout import Shard

@@ -20,7 +20,7 @@ from plait.engine.local_tensors import LaidOutParts
 from plait.optim.adafactor import Adafactor
 from plait.optim.combined import CombinedOptimizer, each_parameter, optimizers_within
 from plait.optim.muon import Muon
-from plait.optim.parts import WholeTensor
+from plait.optim.sharded_parts import WholeTensor
 from plait.spec.layout import Layout, Shard
 
 EXACT: dict[type, type] = {torch.optim.Adafactor: Adafactor, torch.optim.Muon: Muon}

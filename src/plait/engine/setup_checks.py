@@ -24,7 +24,7 @@ from plait.compile.ir.node_info import info_of, is_forward
 from plait.compile.stages.split import num_stages, updates_within
 from plait.engine.compiler import Compiler
 from plait.engine.local_batch import batch_of_replica, microbatches, num_rows
-from plait.engine.optimizers import OptimizerFactory, check_patterns, facts_of_optimizer
+from plait.engine.rank_optimizers import OptimizerFactory, check_patterns, facts_of_optimizer
 from plait.errors import PlanError, UnevenBatchError
 from plait.plan.legality import of_rows, refusals
 from plait.plan.plan import Plan

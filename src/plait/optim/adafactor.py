@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.optim.parts import ShardedOptimizer
+from plait.optim.sharded_parts import ShardedOptimizer
 
 
 @dataclass

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import _muon
 
-from plait.optim.parts import ShardedOptimizer
+from plait.optim.sharded_parts import ShardedOptimizer
 
 _AT_ONCE = 32 << 20  # bytes of whole matrices that one all-reduce gathers
 

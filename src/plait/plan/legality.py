@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from plait.errors import Refusal
 from plait.plan.axes import axis_kind, batch_axes, ddp_axis
-from plait.plan.kinds import Recompute
-from plait.plan.padding_refusals import of_buckets
+from plait.plan.key_values import Recompute
 from plait.plan.plan import Plan
+from plait.plan.refused_padding import of_buckets
 from plait.plan.sharding_plan import parameters_away, updates_on_host
 from plait.plan.step_facts import OptimizerFacts, ParameterFacts, Place, StepFacts
 

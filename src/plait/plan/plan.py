@@ -17,7 +17,7 @@ from typing import Any, cast
 from plait.errors import PlanError, Refusal
 from plait.plan import axes
 from plait.plan.compression import NO_COMPRESSION, Compression
-from plait.plan.kinds import (
+from plait.plan.key_values import (
     NO_RECOMPUTE,
     Axis,
     AxisSizes,

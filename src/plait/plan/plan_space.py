@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from plait.errors import PlanError
-from plait.plan.kinds import Bytes, Recompute
+from plait.plan.key_values import Bytes, Recompute
 from plait.plan.parallelism import BUDGET, FULL, NONE, ON_DEVICE, Homes, LaterAgreement, Parallelism
 from plait.plan.plan import Plan
 from plait.plan.sharding_plan import DISK, HOST, ZERO_STAGES, ZeroStage

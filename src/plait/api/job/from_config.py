@@ -36,12 +36,12 @@ from plait.engine.data.sample_order import check_batch_size
 from plait.engine.environment import under_launcher
 from plait.engine.gradient_noise import check_noise_every
 from plait.engine.local_batch import batch_of_replica, microbatches
-from plait.engine.optimizers import make_optimizer
+from plait.engine.rank_optimizers import make_optimizer
 from plait.engine.setup_checks import check_plan, check_step, place_here
 from plait.errors import BatchError, CheckpointError, ConfigError, DataError, LossError, PlanError
 from plait.plan.annotation import resolve_annotations
 from plait.plan.axes import axis_kind
-from plait.plan.kinds import NO_RECOMPUTE
+from plait.plan.key_values import NO_RECOMPUTE
 from plait.plan.plan import Plan
 
 _MODELS = {"bytes_gpt": bytes_gpt}

@@ -9,7 +9,7 @@ from plait.api.job.from_config import check_job, first_batch, make_data, make_mo
 from plait.api.memory import Estimator
 from plait.compile.capture.capture import LossFn
 from plait.errors import PlaitError, PlanError
-from plait.plan.kinds import Bytes
+from plait.plan.key_values import Bytes
 from plait.plan.plan import Plan
 from plait.report.memory_table import verdict
 

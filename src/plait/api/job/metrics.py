@@ -42,8 +42,8 @@ class MetricsLog:
         held_out_aux/NAME   the same of an evaluation
         plan                on the first line since the run was started or resumed
 
-    With parameter servers a line also has the counts of integrations/servers/run_metrics.py, and `held_out_loss` has
-    lines of its own, because it comes from another process.
+    With parameter servers a line also has the counts of integrations/ray_servers/run_metrics.py, and `held_out_loss`
+    has lines of its own, because it comes from another process.
     """
 
     def __init__(self, folder: Path, first_step: int, tensorboard: bool = False, plan: str = "") -> None:

@@ -28,7 +28,7 @@ from plait.compile.ir.calls import is_item, is_tensor, op_spec_of, output_node, 
 from plait.compile.ir.node_info import info_of
 from plait.compile.ir.views import is_view, view_of, writes_in_place
 from plait.compile.ops import View
-from plait.plan.kinds import Recompute
+from plait.plan.key_values import Recompute
 from plait.plan.legality import layer_of
 
 _LAYERS = Recompute("layer")

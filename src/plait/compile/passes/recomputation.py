@@ -21,7 +21,7 @@ from plait.compile.ir.views import is_cast, is_view
 from plait.compile.ops import CollectiveKind
 from plait.compile.ops.dims import HALF
 from plait.errors import PlanError, Refusal
-from plait.plan.kinds import Bytes, Recompute
+from plait.plan.key_values import Bytes, Recompute
 from plait.plan.legality import layer_of, no_layer
 from plait.schedule.recompute_solver import KeptValue, choose_kept
 from plait.spec.cluster import DeviceSpec

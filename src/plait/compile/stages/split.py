@@ -18,7 +18,7 @@ from plait.compile.stages.assign import complete_places, follow_readers, place_i
 from plait.compile.stages.stage_graphs import StageGraphs, split_cells
 from plait.errors import PlanError, Refusal
 from plait.plan.axes import stage_axis
-from plait.plan.kinds import Places, ScheduleName
+from plait.plan.key_values import Places, ScheduleName
 from plait.plan.plan import Plan
 from plait.schedule.check import check_schedule
 from plait.schedule.families import make_replicated, make_schedule

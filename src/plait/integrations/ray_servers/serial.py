@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from plait.engine.local_batch import batch_part, num_rows, step_key
 from plait.engine.local_sgd.tensor_compression import compress
-from plait.engine.optimizers import make_optimizer
-from plait.integrations.servers.server_job import Job
+from plait.engine.rank_optimizers import make_optimizer
+from plait.integrations.ray_servers.server_job import Job
 from plait.reference.local_sgd import norm_parts
 from plait.reference.one_device import one_device_step
 from plait.schedule.work_queue import WorkQueue

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from plait.compile.ir.dtypes import torch_name
-from plait.engine.optimizers import OptimizerFactory
+from plait.engine.rank_optimizers import OptimizerFactory
 from plait.errors import PlanError, UnevenBatchError
-from plait.integrations.servers.push_compression import Coding
-from plait.integrations.servers.tables.sparse_table import tables_of
-from plait.integrations.servers.tables.table_shard import TableSpec
+from plait.integrations.ray_servers.push_compression import Coding
+from plait.integrations.ray_servers.tables.sparse_table import tables_of
+from plait.integrations.ray_servers.tables.table_shard import TableSpec
 from plait.plan.annotation import Annotations
 from plait.plan.legality import of_rows, refusals
 from plait.plan.plan import Plan

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from plait.engine.data.batch_reader import BatchReader
 from plait.engine.data.sample_order import BatchRows, Order
 from plait.engine.local_batch import batch_part
-from plait.integrations.servers.server_job import Job
+from plait.integrations.ray_servers.server_job import Job
 
 
 class BatchFeed:

@@ -16,10 +16,10 @@ from plait.comm.process_world import process_world
 from plait.compile.ir.dtypes import torch_name
 from plait.engine.checkpoint.snapshot import persistent_buffers
 from plait.engine.optimizer_trials import EXACT, depends_on_the_cut
-from plait.engine.optimizers import OptimizerFactory, build_optimizer, build_scheduler
+from plait.engine.rank_optimizers import OptimizerFactory, build_optimizer, build_scheduler
 from plait.engine.train_state import TrainState
 from plait.errors import PlanError, Refusal
-from plait.integrations.servers.arrays import offsets, views
+from plait.integrations.ray_servers.arrays import offsets, views
 from plait.optim.combined import CombinedOptimizer
 from plait.plan.plan import Plan
 from plait.schedule.variable_placement import Piece, Variable

@@ -17,11 +17,11 @@ from plait.engine.compiler import Captures, Compiler
 from plait.engine.engine import Engine
 from plait.engine.local_batch import num_rows, num_tokens
 from plait.engine.setup_checks import check_captured
-from plait.integrations.servers.arrays import join_pieces, to_array
-from plait.integrations.servers.messages import Task
-from plait.integrations.servers.piece_feed import BatchFeed, PieceFeed
-from plait.integrations.servers.server_job import Job, fingerprint_of, variables_of
-from plait.integrations.servers.tables.sparse_table import LocalTables, RowLookup, specs_of, tables_away
+from plait.integrations.ray_servers.arrays import join_pieces, to_array
+from plait.integrations.ray_servers.messages import Task
+from plait.integrations.ray_servers.piece_feed import BatchFeed, PieceFeed
+from plait.integrations.ray_servers.server_job import Job, fingerprint_of, variables_of
+from plait.integrations.ray_servers.tables.sparse_table import LocalTables, RowLookup, specs_of, tables_away
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plait.errors import PlanError
-from plait.integrations.servers.tables.row_index import Ids, RowIndex, first_values
+from plait.integrations.ray_servers.tables.row_index import Ids, RowIndex, first_values
 
 Arrays = Sequence[Any]  # for each table its ids, then their gradients
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from plait.integrations.servers.messages import Note
+from plait.integrations.ray_servers.messages import Note
 from plait.schedule.consistency import Commit
 
 EVENTS = "events.jsonl"

@@ -18,8 +18,8 @@ from typing import Any
 from plait.comm.private_folder import private_folder
 from plait.cost.memory_model import human_bytes
 from plait.errors import PlanError, WorldError
-from plait.integrations.servers.ray_reaper import reaper
-from plait.integrations.servers.server_job import Job
+from plait.integrations.ray_servers.ray_reaper import reaper
+from plait.integrations.ray_servers.server_job import Job
 
 OWN_FOLDER = "PLAIT_RAY_FOLDER"  # rendezvous folder of a worker's ranks, if Ray was started for the run
 _SMALLEST_STORE = 192 << 20

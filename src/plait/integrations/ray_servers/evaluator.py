@@ -16,7 +16,7 @@ from plait.engine.compiler import Captures, Compiler
 from plait.engine.data.loader import Loader
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError
-from plait.integrations.servers.server_job import Job
+from plait.integrations.ray_servers.server_job import Job
 from plait.plan.plan import Plan
 
 

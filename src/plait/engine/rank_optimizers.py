@@ -2,8 +2,8 @@
 
 Most optimizers work element by element, and give the same result on parts of a tensor as on the whole. One that does
 not is found by trying it on a small tensor (engine/optimizer_trials.py). It is replaced by a version that knows the
-whole (EXACT there), or knows how to work on parts (`bind`, optim/parts.py), or is refused. Several optimizers, in a
-list or a wrapper, are tried one by one, and then the wrapper itself.
+whole (EXACT there), or knows how to work on parts (`bind`, optim/sharded_parts.py), or is refused. Several optimizers,
+in a list or a wrapper, are tried one by one, and then the wrapper itself.
 """
 
 from __future__ import annotations

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 
 from plait.errors import CheckpointError, PlaitError
-from plait.integrations.servers.full_model import FullModel
-from plait.integrations.servers.messages import End, Note, Progress, Refused, Task, TaskQueue
-from plait.integrations.servers.run_metrics import Journal, RunMetrics
-from plait.integrations.servers.server import Member, Standing, UpdateDone, UpdateOrder
-from plait.integrations.servers.server_job import Fingerprint, Job, make_consistency
+from plait.integrations.ray_servers.full_model import FullModel
+from plait.integrations.ray_servers.messages import End, Note, Progress, Refused, Task, TaskQueue
+from plait.integrations.ray_servers.run_metrics import Journal, RunMetrics
+from plait.integrations.ray_servers.server import Member, Standing, UpdateDone, UpdateOrder
+from plait.integrations.ray_servers.server_job import Fingerprint, Job, make_consistency
 from plait.schedule.consistency import Commit, Decision, Go, Late, Push, Refuse
 from plait.schedule.work_queue import WorkQueue
 

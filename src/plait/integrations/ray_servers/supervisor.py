@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import LossError, PlaitError, PlanError, RoleFailed, WorldError
-from plait.integrations.servers.coordinator import CoordinatorActor
-from plait.integrations.servers.evaluator import Evaluator
-from plait.integrations.servers.messages import End, Progress, Refused
-from plait.integrations.servers.ray_cluster import is_own
-from plait.integrations.servers.run_metrics import EVENTS
-from plait.integrations.servers.server import ServerActor
-from plait.integrations.servers.server_job import Job
-from plait.integrations.servers.worker import Worker
+from plait.integrations.ray_servers.coordinator import CoordinatorActor
+from plait.integrations.ray_servers.evaluator import Evaluator
+from plait.integrations.ray_servers.messages import End, Progress, Refused
+from plait.integrations.ray_servers.ray_cluster import is_own
+from plait.integrations.ray_servers.run_metrics import EVENTS
+from plait.integrations.ray_servers.server import ServerActor
+from plait.integrations.ray_servers.server_job import Job
+from plait.integrations.ray_servers.worker import Worker
 
 _LOOK_SECONDS = 0.5
 _TRIES = 5  # times each worker may die without a step in between

@@ -28,12 +28,12 @@ from plait.comm.key_value_store import serve_store
 from plait.comm.launch import SOCKET, meet_in
 from plait.comm.process_world import process_world
 from plait.engine.cpu_settings import keep_freed_memory
-from plait.integrations.servers.local_steps import LocalSteps
-from plait.integrations.servers.messages import Note, Refused, Task
-from plait.integrations.servers.push_compression import Encoder
-from plait.integrations.servers.ray_cluster import OWN_FOLDER
-from plait.integrations.servers.server_job import Job
-from plait.integrations.servers.worker_gradients import Computing, Gradient
+from plait.integrations.ray_servers.local_steps import LocalSteps
+from plait.integrations.ray_servers.messages import Note, Refused, Task
+from plait.integrations.ray_servers.push_compression import Encoder
+from plait.integrations.ray_servers.ray_cluster import OWN_FOLDER
+from plait.integrations.ray_servers.server_job import Job
+from plait.integrations.ray_servers.worker_gradients import Computing, Gradient
 
 _BETWEEN_TRIES = 0.2  # seconds
 

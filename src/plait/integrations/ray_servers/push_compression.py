@@ -17,7 +17,7 @@ from torch import Tensor
 
 from plait.cost.wire_bytes import is_smaller
 from plait.engine.local_sgd.tensor_compression import compress, decompress, num_bytes
-from plait.integrations.servers.arrays import dtype_of, misfit, to_array, to_tensor, to_tensors
+from plait.integrations.ray_servers.arrays import dtype_of, misfit, to_array, to_tensor, to_tensors
 from plait.plan.compression import NO_COMPRESSION, Compression
 from plait.schedule.variable_placement import Piece
 

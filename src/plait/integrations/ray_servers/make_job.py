@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from plait.errors import PlanError, Refusal
-from plait.integrations.servers.optimizer_shard import may_cut
-from plait.integrations.servers.server_job import Job, check_plan, variables_of
-from plait.integrations.servers.tables.sparse_table import specs_of, tables_away
-from plait.integrations.servers.tables.table_shard import TableSpec
+from plait.integrations.ray_servers.optimizer_shard import may_cut
+from plait.integrations.ray_servers.server_job import Job, check_plan, variables_of
+from plait.integrations.ray_servers.tables.sparse_table import specs_of, tables_away
+from plait.integrations.ray_servers.tables.table_shard import TableSpec
 from plait.plan.plan import Plan
 from plait.schedule.variable_placement import place_variables
 
