@@ -195,7 +195,8 @@ DECIDE_ELSEWHERE = {
     "cost/transformer_simulation.py": "what devices have room for, the simulation finds",
     "cost/transformer_states.py": "which clusters have hosts of which something is known",
     "cost/transformer_step.py": "the least that a budget can be, the shape says",
-    "cost/plan_search.py": "which plans there are for a model on a cluster, the search finds",
+    "cost/outline_search.py": "which plans there are for a model on a cluster, the search finds",
+    "cost/plan_search.py": "which of them can be had",
     "cost/found_plans.py": "which of them fit",
 }
 

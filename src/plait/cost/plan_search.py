@@ -8,12 +8,9 @@ as simulated. Nothing is random: the same input gives the same answer.
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
 
 from plait.cost.found_plans import (
     TOKENS,
@@ -22,164 +19,20 @@ from plait.cost.found_plans import (
     FoundPlans,
     Goal,
     LostChoice,
-    PlannedStep,
     main_difference,
 )
 from plait.cost.memory_model import human_bytes
-from plait.cost.transformer_step import CellTimes
+from plait.cost.outline_search import KeptSteps, Progress, devices_enough, explore
+from plait.cost.plan_evaluator import PlanEvaluator, RoughStep
 from plait.errors import PlanError, Refusal
 from plait.plan.legality import refusals
-from plait.plan.parallelism import Homes, Parallelism
-from plait.plan.plan import Plan
-from plait.plan.plan_space import Limits, PlanChoice, PlanSpace, plan_of
+from plait.plan.parallelism import Parallelism
+from plait.plan.plan_space import Limits, plan_of
 from plait.plan.step_facts import StepFacts
 from plait.plan.well_known_plans import names_of
 from plait.spec.cluster import Cluster
 
-_OF_ONE_MESH = 4  # candidates of one spread of ranks that are simulated at most
 _SHOWN = 8
-_MOST_DEVICES = 1 << 17
-_HOPELESS = 3.0  # times the best: such outlines are not looked into
-_BINS = 8  # of memory, for a factor of 2: of each the fastest plan is kept
-
-# (lower bound of the time, index of the space, rows, outline), the fastest first
-_Outlines = list[tuple[float, int, int, Parallelism]]
-Progress = Callable[[str, int, int], None]  # (what is done, how many are done, of how many)
-# What a microbatch saves that repeats less than whole layers: bytes that it keeps beside their inputs, and the seconds
-# that it does not repeat; ascending.
-Relief = tuple[tuple[float, float], ...]
-
-
-class RoughStep(NamedTuple):
-    """What closed forms say of a plan: its seconds, its bytes on the device, and those that it takes beyond what there
-    is on the device or the host, which are at most 0 if it fits."""
-
-    choice: PlanChoice
-    seconds: float
-    memory: float
-    missing: float
-
-
-class PlanEvaluator(Protocol):
-    """A model, for a search."""
-
-    def space(self, num_ranks: int, rows: tuple[int, ...], limits: Limits) -> PlanSpace:
-        """The plans for so many ranks."""
-        ...
-
-    def cells(self, outline: Parallelism, rows: int) -> CellTimes:
-        """What a microbatch takes on the rank that computes longest."""
-        ...
-
-    def relief(self, outline: Parallelism, rows: int) -> Relief:
-        """What a budget of recomputation saves an outline that repeats whole layers; () if closed forms do not say."""
-        ...
-
-    def rough(
-        self, space: PlanSpace, outline: Parallelism, rows: int, homes: Sequence[Homes], memory: float, most: float
-    ) -> Iterator[RoughStep]:
-        """Closed forms of all plans of an outline with these homes, but of those that take more than `most` seconds."""
-        ...
-
-    def least(self, space: PlanSpace, outline: Parallelism, rows: int, homes: Sequence[Homes]) -> float:
-        """Bytes on the device that each plan of an outline with these homes takes at least."""
-        ...
-
-    def refine(self, how: Parallelism, rows: int, memory: float, limits: Limits) -> Parallelism:
-        """The same plan with the best budget of recomputation and the best buckets."""
-        ...
-
-    def simulate(self, plan: Plan, rows: int) -> PlannedStep:
-        """The step of a plan. Raises PlanError for a plan that cannot be had."""
-        ...
-
-    @property
-    def most_simulated(self) -> int:
-        """How many plans are worth a simulation."""
-        ...
-
-    def on(self, cluster: Cluster) -> PlanEvaluator:
-        """The same model on another cluster."""
-        ...
-
-    @property
-    def divides(self) -> str:
-        """What ranks must divide, in words."""
-        ...
-
-
-class _Kept:
-    """The best of what closed forms were computed of, while a search goes on."""
-
-    def __init__(self, domains: tuple[int, ...], goal: Goal) -> None:
-        self.num = 0
-        self.best = math.inf  # seconds per row of the fastest plan that fits, by its worth
-        self.goal = goal
-        self.of_batches: dict[int, tuple[float, RoughStep]] = {}  # the best that fits, by rows of the batch
-        self.named: dict[str, tuple[tuple[bool, float], int, RoughStep]] = {}
-        self.nearest: tuple[float, float, int, RoughStep] | None = None
-        self._domains = domains
-        self._meshes: dict[tuple[object, ...], list[tuple[float, int, int, RoughStep]]] = {}
-        self._bins: dict[int, tuple[float, int, RoughStep]] = {}
-        self._names: dict[tuple[object, ...], list[str]] = {}
-
-    def offer(self, rows: int, step: RoughStep) -> None:
-        """Keep the step if it is among the best of its kind."""
-        self.num += 1
-        outline, later = step.choice.outline, step.choice.states.later
-        score, fits = step.seconds / rows / self.goal.worth(rows, later is not None), step.missing <= 0
-        key = (not fits, score if fits else step.missing)
-        for name in self._names_of(step.choice):
-            if name not in self.named or key < self.named[name][0]:
-                self.named[name] = key, rows, step
-        if not fits:
-            if self.nearest is None or (step.missing, score) < self.nearest[:2]:
-                self.nearest = step.missing, score, rows, step
-            return
-        self.best = min(self.best, score)
-        if rows not in self.of_batches or score < self.of_batches[rows][0]:
-            self.of_batches[rows] = score, step
-        place = int(_BINS * math.log2(max(step.memory, 1.0)))
-        if place not in self._bins or score < self._bins[place][0]:
-            self._bins[place] = score, rows, step
-        ranks = outline.batch, outline.weights, outline.context, outline.pipeline, outline.experts
-        mesh = (rows, *ranks, later is None)
-        heap = self._meshes.setdefault(mesh, [])
-        item = (-score, -self.num, rows, step)
-        if len(heap) < _OF_ONE_MESH:
-            heapq.heappush(heap, item)
-        elif item[0] > heap[0][0]:
-            heapq.heapreplace(heap, item)
-
-    def best_of(self, rows: int) -> float:
-        """What a plan must come near to be worth a look, in seconds per row by its worth: the best so far. If plans are
-        ranked by the time to a loss it is the best with that batch, since all batches are compared."""
-        if not self.goal.to_loss:
-            return self.best
-        return self.of_batches[rows][0] if rows in self.of_batches else math.inf
-
-    def _names_of(self, choice: PlanChoice) -> list[str]:
-        """The strategies of a choice, which depend on neither microbatches, recomputation nor precision."""
-        outline, states, homes, schedule, _ = choice
-        ranks = outline.batch, outline.weights, outline.context, outline.pipeline
-        key = ranks, states, homes, schedule
-        if key not in self._names:
-            self._names[key] = names_of(choice.how, self._domains)
-        return self._names[key]
-
-    def fastest(self) -> list[tuple[int, RoughStep]]:
-        """The fastest steps, of every mesh a few, best first."""
-        found = sorted((item for heap in self._meshes.values() for item in heap), key=lambda item: (-item[0], -item[1]))
-        return [(rows, step) for _, _, rows, step in found]
-
-    def front(self) -> list[tuple[int, RoughStep]]:
-        """Steps of which none that was kept is both faster and smaller."""
-        found, least = [], math.inf
-        for score, rows, step in sorted(self._bins.values(), key=lambda item: (item[0], item[2].memory)):
-            if step.memory < least and score <= _HOPELESS * self.best:
-                found.append((rows, step))
-                least = step.memory
-        return found
 
 
 def search(
@@ -207,7 +60,7 @@ def search(
     Raises PlanError if no plan is legal; a plan that is legal but does not fit is in `nearest`.
     """
     limit, tell = memory or USABLE * cluster.device.memory, progress or _say_nothing
-    kept = _explore(evaluator, cluster, rows, limits, limit, tell, smaller, goal)
+    kept = explore(evaluator, cluster, rows, limits, limit, tell, smaller, goal)
     judge = _Judge(evaluator, limits, limit, goal)
     num, front = evaluator.most_simulated, kept.front()
     front = front[:: -(-3 * len(front) // num)] if front else []  # a third as many of it, evenly
@@ -239,118 +92,8 @@ def _of_batches(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
     return tuple(found[rows] for rows in sorted(found))
 
 
-def _explore(
-    evaluator: PlanEvaluator,
-    cluster: Cluster,
-    rows: tuple[int, ...],
-    limits: Limits,
-    memory: float,
-    tell: Progress,
-    smaller: bool,
-    goal: Goal,
-) -> _Kept:
-    """The closed forms of all plans: on all devices, on those of a domain of links, on a power of two, and on one."""
-    kept = _Kept(cluster.sizes, goal)
-    counts = {cluster.num_devices}
-    if smaller:
-        counts |= {1, 1 << cluster.num_devices.bit_length() - 1, *cluster.sizes}
-    _look(evaluator, [evaluator.space(count, rows, limits) for count in sorted(counts)], kept, memory, tell)
-    if not kept.num:
-        raise PlanError(
-            Refusal(f"no plan of {cluster.num_devices} ranks on {cluster.name} is legal for a batch of"
-                    f" {' or '.join(map(str, rows))} rows",
-                    f"ranks divide the rows, or {evaluator.divides}" + (f", within {limits}" if limits.values else ""),
-                    "give another batch, another number of devices, or wider limits")
-        )  # fmt: skip
-    return kept
-
-
-def _look(evaluator: PlanEvaluator, spaces: Sequence[PlanSpace], kept: _Kept, memory: float, tell: Progress) -> None:
-    """Offer the plans of the spaces, by a lower bound of their time: first with all on the device, then what homes
-    could make faster. What takes more memory at least is looked at last: if other plans fit, for the strategies that it
-    is, and if none does, for the plan that comes nearest."""
-    worth = {rows: kept.goal.worth(rows, False) for space in spaces for rows in space.rows}
-
-    def floor_of(space: PlanSpace, outline: Parallelism, rows: int) -> float:
-        relief = evaluator.relief(outline, rows) if space.allows_budget(outline) else ()
-        saved = relief[-1][1] if relief else 0.0
-        return outline.num_micro * (evaluator.cells(outline, rows).seconds - saved) / rows / worth[rows]
-
-    outlines = [
-        (floor_of(space, outline, rows), index, rows, outline)
-        for index, space in enumerate(spaces)
-        for rows, outline in space.outlines()
-    ]
-    outlines.sort(key=lambda each: each[0])
-    full: list[tuple[str, _Outlines, list[tuple[Homes, ...]]]] = []  # of each pass, what has no room
-
-    def scan(what: str, chosen: _Outlines, homes: Sequence[tuple[Homes, ...]], look_at_all: bool) -> _Outlines:
-        """Offer the plans of outlines with these homes; returns the outlines that have no room."""
-        away, too_large = what != _PASSES[0][0], []
-        for number, each in enumerate(chosen):
-            if number % 64 == 0:
-                tell(what, number, len(chosen))
-            floor, index, rows, outline = each
-            most = kept.best_of(rows) * (1.0 if away else _HOPELESS)
-            if floor > most and kept.goal.to_loss:
-                continue  # another batch may have further to go
-            if floor > most:
-                break
-            space = spaces[index]
-            if not homes[index]:
-                continue
-            if not look_at_all and evaluator.least(space, outline, rows, homes[index]) > memory:
-                too_large.append(each)
-                continue
-            for step in evaluator.rough(space, outline, rows, homes[index], memory, most * rows * worth[rows]):
-                kept.offer(rows, step)
-        tell(what, len(chosen), len(chosen))
-        return too_large
-
-    for what, takes in _PASSES:
-        homes = [tuple(home for home in space.homes if takes(home)) for space in spaces]
-        if any(homes) and not (what == _PASSES[-1][0] and kept.best < math.inf):
-            full.append((what, scan(what, outlines, homes, False), homes))
-    if kept.best == math.inf:
-        return _find_nearest(evaluator, spaces, outlines, kept, memory, tell)
-    for what, too_large, homes in full:
-        scan(what, too_large, homes, True)
-
-
-def _find_nearest(
-    evaluator: PlanEvaluator,
-    spaces: Sequence[PlanSpace],
-    outlines: _Outlines,
-    kept: _Kept,
-    memory: float,
-    tell: Progress,
-) -> None:
-    """Offer the plans that may come nearest to what a rank may take: by a lower bound of their memory, until that is
-    above what a plan takes."""
-    what = "the nearest plan"
-    bounds = [
-        evaluator.least(spaces[index], outline, rows, spaces[index].homes) for _, index, rows, outline in outlines
-    ]
-    for number, place in enumerate(sorted(range(len(outlines)), key=bounds.__getitem__)):
-        if kept.nearest is not None and bounds[place] - memory > kept.nearest[0]:
-            break
-        tell(what, number, len(outlines))
-        _, index, rows, outline = outlines[place]
-        for step in evaluator.rough(spaces[index], outline, rows, spaces[index].homes, memory, math.inf):
-            kept.offer(rows, step)
-    tell(what, len(outlines), len(outlines))
-
-
-# What is looked through one after the other: values off the device cost time, and are worth it only where more fits.
-_PASSES: tuple[tuple[str, Callable[[Homes], bool]], ...] = (
-    ("closed forms", lambda home: not home.any_away),
-    ("closed forms, values on the host", lambda home: home.any_away and not home.any_on_disk),
-    ("closed forms, values on disk", lambda home: home.any_on_disk),
-)
-
-
 def _nothing_fits(
-    evaluator: PlanEvaluator, cluster: Cluster, rows: tuple[int, ...], limits: Limits, kept: _Kept, judge: _Judge
+    evaluator: PlanEvaluator, cluster: Cluster, rows: tuple[int, ...], limits: Limits, kept: KeptSteps, judge: _Judge
 ) -> FoundPlans:
     """The nearest plan, and the smallest number of devices on which one fits."""
     if kept.nearest is None:  # by closed forms plans fit, and none could be had
@@ -361,42 +104,10 @@ def _nothing_fits(
         )  # fmt: skip
     _, _, each, step = kept.nearest
     nearest = judge.judge(step.choice.how, each)
-    enough = _enough(evaluator, cluster, rows, limits, judge.memory)
+    enough = devices_enough(evaluator, cluster, rows, limits, judge.memory)
     return FoundPlans(
         cluster, judge.memory, (), (), (), nearest, enough, kept.num, judge.num, judge.refusals(), kept.goal
     )  # fmt: skip
-
-
-def _enough(evaluator: PlanEvaluator, cluster: Cluster, rows: tuple[int, ...], limits: Limits, memory: float) -> int:
-    """The smallest number of devices, in whole domains of links, on which a plan fits; 0 if none was found."""
-
-    def fits(count: int) -> bool:
-        larger = evaluator.on(cluster.with_devices(count))
-        space = larger.space(count, rows, limits)
-        smallest = [
-            (larger.least(space, outline, num, space.homes), num, outline)
-            for num, outline in space.outlines()
-            if num == outline.batch * outline.num_micro
-        ]
-        return any(
-            step.missing <= 0
-            for least, num, outline in sorted(smallest, key=lambda each: each[0])
-            if least <= memory
-            for step in larger.rough(space, outline, num, space.homes, memory, math.inf)
-        )
-
-    if cluster.links[-1].size and cluster.links[-1].size <= cluster.num_devices:
-        return 0  # there is no link for more
-    node = next((link.size for link in reversed(cluster.links[:-1]) if link.size), 1)
-    low, high = 0, -(-(cluster.num_devices + 1) // node)
-    while high * node <= _MOST_DEVICES and not fits(high * node):
-        low, high = high, 2 * high
-    if high * node > _MOST_DEVICES:
-        return 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle * node) else (middle, high)
-    return high * node
 
 
 class _Judge:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from plait.cost.parallel_forms import schedule_activations
-from plait.cost.plan_search import Relief, RoughStep
+from plait.cost.plan_evaluator import Relief, RoughStep
 from plait.cost.transformer_simulation import misses_by
 from plait.cost.transformer_step import CellTimes, StateTimes, agreement
 from plait.plan.parallelism import Homes, Parallelism

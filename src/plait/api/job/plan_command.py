@@ -14,7 +14,9 @@ from plait.api.job.metrics import measured_noise
 from plait.api.job.simulate_command import has_shape, read_shape
 from plait.cost.found_plans import FoundPlans, Goal
 from plait.cost.noise_scale import NoiseScale
-from plait.cost.plan_search import PlanEvaluator, Progress, search
+from plait.cost.outline_search import Progress
+from plait.cost.plan_evaluator import PlanEvaluator
+from plait.cost.plan_search import search
 from plait.cost.shape_evaluator import ShapeEvaluator
 from plait.errors import PlanError
 from plait.plan.plan import Plan
