@@ -9,12 +9,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from plait.api import call_measurement, cluster_measurement
+from plait.api import call_measurement, cluster_measurement, step_measurement
 from plait.api.call_measurement import as_rows, distinct_calls, measure_calls, measure_updates
 from plait.api.cli import app
 from plait.api.cluster_measurement import MeasuredCollective, fit_link, measure_here, write_measured
 from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.api.simulate_step import Simulator
+from plait.api.step_measurement import StepOverhead
 from plait.cost.collective_time import collective_time
 from plait.cost.step_simulation import StepSimulator
 from plait.errors import ConfigError
@@ -42,6 +43,7 @@ def test_a_measured_file_is_a_cluster(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(cluster_measurement, "_WIDTHS", {True: (16, 32), False: (16, 32)})
     monkeypatch.setattr(cluster_measurement, "_MOST_SECONDS", 0.001)
     monkeypatch.setattr(cluster_measurement, "_DISK", 1 << 12)
+    monkeypatch.setattr(step_measurement, "_TOGETHER_SECONDS", 0.001)
     monkeypatch.chdir(tmp_path)
     text = measure_here()
     out = tmp_path / "mine.toml"
@@ -51,6 +53,8 @@ def test_a_measured_file_is_a_cluster(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found.measured and found.num_devices == 1
     assert {dtype for dtype, _ in found.device.peak} >= {"float32", "bfloat16"}
     assert 0 < found.device.matmul_efficiency.at(1e3) <= 1
+    assert min(found.device.op_seconds, found.device.view_seconds, found.device.step_seconds) > 0
+    assert found.device.together == ((1, 1.0),)
     sizes = [size for size, _ in found.device.matmul_efficiency.points]
     assert sizes == pytest.approx([2.0 * 16**3, 8.0 * 16**3, 16.0 * 16**3, 64.0 * 16**3], rel=1e-3)
     assert found.host is not None and found.host.ram > 0
@@ -101,14 +105,18 @@ def test_links_of_several_hosts_are_two_levels() -> None:
     products = {("float32", 1e6): 1e11, ("float32", 1e9): 2e11}
     copies = {1 << 12: 1e-7, 1 << 26: 1e-3}
     text = cluster_measurement._as_toml(
-        cluster_measurement.torch.device("cpu"), 4, 2, products, copies, 1e-6, within, across, 0.01, (1e12, 1e8)
-    )
+        cluster_measurement.torch.device("cpu"), 4, 2, products, copies, StepOverhead(1e-6, 1e-7, 1e-3),
+        [(1, 1.5), (2, 1.0)], within, across, 0.01, (1e12, 1e8),
+    )  # fmt: skip
     found = parse_cluster(text, "measured.toml", "measured")
     assert [(link.level, size) for link, size in zip(found.links, found.sizes, strict=True)] == [
         ("node", 2),
         ("pod", 4),
     ]
     assert found.links[1].bandwidth < found.links[0].bandwidth
+    assert [link.overlaps for link in found.links] == [False, True]  # memory that ranks share, and a network
+    assert (found.device.op_seconds, found.device.view_seconds, found.device.step_seconds) == (1e-6, 1e-7, 1e-3)
+    assert [found.device.speed(num) for num in (1, 1.5, 2)] == [1.5, 1.25, 1.0]
     assert found.device.matmul_efficiency.at(1e6) == 0.5
 
 

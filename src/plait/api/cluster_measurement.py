@@ -18,7 +18,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -27,6 +27,7 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
+from plait.api.step_measurement import StepOverhead, measure_overhead, measure_together
 from plait.comm.device import default_kind, device_name, is_host, memory_of, num_accelerators, pinned_like, synchronize
 from plait.comm.process_world import ProcessWorld, process_world
 from plait.comm.protocol import Comm
@@ -85,17 +86,19 @@ def measure_here() -> str:
         with torch.inference_mode():
             products = dict(_products(world))
             copies = {each: _slowest(world, _copy_seconds(world.device, each)) for each in _COPIES}
-            tiny = torch.ones(16, device=world.device)
-            op_seconds = _slowest(world, _seconds(lambda: tiny + 1, world.device))
             within = list(_collectives(world, world.mesh.names[1:], local))
             across = list(_collectives(world, world.mesh.names[:1], size)) if size > local else []
             to_host = _slowest(world, _host_seconds(world.device))
             disk = _disk() if world.rank == 0 else (0.0, 0.0)
+            together = measure_together(world, local) if is_host(world.device) else ()
+        overhead = StepOverhead(*(_slowest(world, each) for each in measure_overhead(world.device)))
     finally:
         world.close()
     if world.rank:
         return ""
-    return _as_toml(world.device, size, local, products, copies, op_seconds, within, across, to_host, disk)
+    return _as_toml(
+        world.device, size, local, products, copies, overhead, together, within, across, to_host, disk
+    )  # fmt: skip
 
 
 def check_out(out: Path | None) -> None:
@@ -265,7 +268,8 @@ def _as_toml(
     local: int,
     products: dict[tuple[str, float], float],
     copies: dict[int, float],
-    op_seconds: float,
+    overhead: StepOverhead,
+    together: Sequence[tuple[int, float]],
     within: list[MeasuredCollective],
     across: list[MeasuredCollective],
     to_host: float,
@@ -295,7 +299,8 @@ def _as_toml(
         f"name = {_text(name)}",
         f"memory = {memory_of(device) / (local if is_host(device) else 1):.4g}",
         f"memory_bandwidth = {bandwidth:.4g}",
-        f"op_seconds = {op_seconds:.3g}",
+        *(f"{name} = {seconds:.3g}" for name, seconds in overhead._asdict().items()),
+        *([f"together = {_points([num for num, _ in together], [speed for _, speed in together])}"] * bool(together)),
         f"overlaps = {'false' if is_host(device) else 'true'}",
         f"matmul_efficiency = {_points(sizes, list(itertools.accumulate(parts, max)))}",
         f"memory_efficiency = {_points([2.0 * each for each in rates], [each / bandwidth for each in rates.values()])}",
@@ -309,6 +314,8 @@ def _as_toml(
             f"bandwidth = {min(link.bandwidth, bandwidth):.4g}",
             f"at_once = {local if link.level == 'pod' else 1}",
         ]
+        if is_host(device) and link.level == "node":
+            lines.append("overlaps = false")  # ranks copy through the memory that they share
         lines += [
             f"# {one.kind.title} of {one.size} ranks, {one.num_bytes} bytes: {one.seconds:.3g} s" for one in measured
         ]
@@ -333,8 +340,8 @@ def _text(words: str) -> str:
     return json.dumps(words, ensure_ascii=False)
 
 
-def _points(sizes: list[float], parts: list[float]) -> str:
-    """Points of an efficiency curve."""
+def _points(sizes: Sequence[float], parts: Sequence[float]) -> str:
+    """Points of a curve."""
     return f"[{', '.join(f'[{size:.4g}, {part:.3g}]' for size, part in zip(sizes, parts, strict=True))}]"
 
 

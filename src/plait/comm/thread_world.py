@@ -61,9 +61,9 @@ def _comm(ranks: tuple[int, ...], rank: int, axis: str, meetings: Meetings, algo
     return choose(meetings.comm(ranks, ranks.index(rank), axis), algorithm)
 
 
-def alone(mesh: Mesh) -> ThreadWorld:
-    """The world of the only rank of a mesh, in the present thread, on the CPU."""
-    return ThreadWorld(mesh, 0, torch.device("cpu"), Meetings(1), "backend")
+def alone(mesh: Mesh, device: torch.device | None = None) -> ThreadWorld:
+    """The world of the only rank of a mesh, in the present thread; by default on the CPU."""
+    return ThreadWorld(mesh, 0, device or torch.device("cpu"), Meetings(1), "backend")
 
 
 def run_ranks(
