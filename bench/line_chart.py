@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from plait.report.charts import LINES
 
-_WIDTH, _HEIGHT = 760, 400
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 36, 48, 52
+_WIDTH, _HEIGHT = 760, 410
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 36, 48, 62
 _ROW = 20  # of the legend
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from plait.api.cli import app
 from plait.api.cluster_measurement import MeasuredCollective, fit_link, measure_here, write_measured
 from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.api.simulate_step import Simulator
-from plait.api.step_measurement import StepOverhead
+from plait.api.step_measurement import StepOverhead, in_step_of
 from plait.cost.collective_time import collective_time
 from plait.cost.step_simulation import StepSimulator
 from plait.errors import ConfigError
@@ -44,6 +45,7 @@ def test_a_measured_file_is_a_cluster(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(cluster_measurement, "_MOST_SECONDS", 0.001)
     monkeypatch.setattr(cluster_measurement, "_DISK", 1 << 12)
     monkeypatch.setattr(step_measurement, "_TOGETHER_SECONDS", 0.001)
+    monkeypatch.setattr(step_measurement, "_YARDSTICK", {True: (1, 16, 2, 8, 2)})
     monkeypatch.chdir(tmp_path)
     text = measure_here()
     out = tmp_path / "mine.toml"
@@ -106,7 +108,7 @@ def test_links_of_several_hosts_are_two_levels() -> None:
     copies = {1 << 12: 1e-7, 1 << 26: 1e-3}
     text = cluster_measurement._as_toml(
         cluster_measurement.torch.device("cpu"), 4, 2, products, copies, StepOverhead(1e-6, 1e-7, 1e-3),
-        [(1, 1.5), (2, 1.0)], within, across, 0.01, (1e12, 1e8),
+        [(1, 1.5), (2, 1.0)], within, across, 0.01, (1e12, 1e8), 1.25,
     )  # fmt: skip
     found = parse_cluster(text, "measured.toml", "measured")
     assert [(link.level, size) for link, size in zip(found.links, found.sizes, strict=True)] == [
@@ -117,6 +119,7 @@ def test_links_of_several_hosts_are_two_levels() -> None:
     assert [link.overlaps for link in found.links] == [False, True]  # memory that ranks share, and a network
     assert (found.device.op_seconds, found.device.view_seconds, found.device.step_seconds) == (1e-6, 1e-7, 1e-3)
     assert [found.device.speed(num) for num in (1, 1.5, 2)] == [1.5, 1.25, 1.0]
+    assert found.device.in_step == 1.25
     assert found.device.matmul_efficiency.at(1e6) == 0.5
 
 
@@ -141,3 +144,21 @@ def test_calls_of_a_step_are_measured_once_each_and_say_what_they_are(monkeypatc
     assert missing <= {"getitem"}
     alone = StepSimulator(cluster).simulate(program)
     assert alone.seconds == pytest.approx(sum(seconds.get(call.signature, 0.0) for call in calls))
+
+
+def test_a_machine_is_held_against_a_step() -> None:
+    """With the `in_step` that is found, the step that was measured takes what it took while all ranks computed."""
+    batch = {"x": torch.zeros(4, 8, dtype=torch.int64), "y": torch.zeros(4, 8, dtype=torch.int64)}
+    program = Simulator(BytesGPT(2, 16, 2, 8), loss_fn, batch, "cpu").program(Plan())
+    device = DeviceSpec(
+        "d", (("float32", 1e11),), 1e10, 1e10, op_seconds=1e-4, step_seconds=1e-3, together=((1, 1.5), (2, 1.0))
+    )
+    cluster = Cluster("mine", 2, device, (LinkSpec("node", 1e-6, 1e9),))
+    alone = replace(cluster, device=replace(device, together=()))
+    taken = 2 * StepSimulator(alone).simulate(program).seconds
+    found = in_step_of(cluster, program, taken)
+    assert 2 < found < 3  # what a step takes besides its calls stays
+    held = replace(alone, device=replace(alone.device, in_step=found))
+    assert StepSimulator(held).simulate(program).seconds == pytest.approx(taken)
+    assert in_step_of(cluster, program, 1e9) == step_measurement._MOST
+    assert in_step_of(cluster, program, 0.0) == step_measurement._LEAST

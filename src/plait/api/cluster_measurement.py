@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import itertools
 import json
 import os
@@ -27,7 +28,13 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
-from plait.api.step_measurement import StepOverhead, measure_overhead, measure_together
+from plait.api.step_measurement import (
+    StepOverhead,
+    in_step_of,
+    measure_overhead,
+    measure_together,
+    measure_yardstick,
+)
 from plait.comm.device import default_kind, device_name, is_host, memory_of, num_accelerators, pinned_like, synchronize
 from plait.comm.process_world import ProcessWorld, process_world
 from plait.comm.protocol import Comm
@@ -37,7 +44,7 @@ from plait.engine.environment import num_processes
 from plait.errors import ConfigError
 from plait.plan.axes import AXES
 from plait.spec.cluster import Cluster, DeviceSpec, LinkSpec
-from plait.spec.cluster_file import NUMBERS
+from plait.spec.cluster_file import NUMBERS, parse_cluster
 from plait.spec.mesh import Mesh
 
 _MOST_SECONDS = 0.15  # of the runs of one thing; the first of them, which is not counted, is not stopped
@@ -92,13 +99,17 @@ def measure_here() -> str:
             disk = _disk() if world.rank == 0 else (0.0, 0.0)
             together = measure_together(world, local) if is_host(world.device) else ()
         overhead = StepOverhead(*(_slowest(world, each) for each in measure_overhead(world.device)))
+        program, seconds = measure_yardstick(world.device)
+        seconds = _slowest(world, seconds)
     finally:
         world.close()
     if world.rank:
         return ""
-    return _as_toml(
-        world.device, size, local, products, copies, overhead, together, within, across, to_host, disk
-    )  # fmt: skip
+    describe = functools.partial(
+        _as_toml, world.device, size, local, products, copies, overhead, together, within, across, to_host, disk
+    )
+    text = describe(1.0)
+    return describe(in_step_of(parse_cluster(text, "the measurement", "measured"), program, seconds))
 
 
 def check_out(out: Path | None) -> None:
@@ -274,6 +285,7 @@ def _as_toml(
     across: list[MeasuredCollective],
     to_host: float,
     disk: tuple[float, float],
+    in_step: float,
 ) -> str:
     dtypes = list(dict.fromkeys(dtype for dtype, _ in products))
     peak = {dtype: max(rate for (of, _), rate in products.items() if of == dtype) for dtype in dtypes}
@@ -300,6 +312,7 @@ def _as_toml(
         f"memory = {memory_of(device) / (local if is_host(device) else 1):.4g}",
         f"memory_bandwidth = {bandwidth:.4g}",
         *(f"{name} = {seconds:.3g}" for name, seconds in overhead._asdict().items()),
+        f"in_step = {in_step:.3g}",
         *([f"together = {_points([num for num, _ in together], [speed for _, speed in together])}"] * bool(together)),
         f"overlaps = {'false' if is_host(device) else 'true'}",
         f"matmul_efficiency = {_points(sizes, list(itertools.accumulate(parts, max)))}",

@@ -6,7 +6,8 @@ import functools
 import statistics
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +15,23 @@ from torch.nn import functional as F
 
 from plait.api.simulate_step import describe_program
 from plait.api.trainer import Trainer
-from plait.comm.device import synchronize
+from plait.comm.device import is_host, synchronize
 from plait.comm.process_world import ProcessWorld
 from plait.comm.thread_world import alone
-from plait.cost.step_program import OpCall
+from plait.cost.step_program import OpCall, StepProgram
+from plait.cost.step_simulation import StepSimulator
+from plait.engine.rank_optimizers import OptimizerFactory
 from plait.plan.plan import Plan
+from plait.spec.cluster import Cluster
 
 _DEPTHS = (2, 34)  # of two models, of which the deeper has calls more and nothing else
 _STEPS, _RUNS = 5, 9
 _VIEWS = 2000
 _TOGETHER_SECONDS = 0.15
 _SIDE = 512  # of the matrices that ranks multiply side by side
+# Layers, width, heads, positions and rows of the step that predictions are held against, on a CPU and an accelerator.
+_YARDSTICK = {True: (4, 256, 8, 128, 4), False: (4, 2048, 16, 1024, 4)}
+_LEAST, _MOST = 0.1, 10.0  # of `in_step` in a cluster file
 
 
 class StepOverhead(NamedTuple):
@@ -72,24 +79,51 @@ def _tiny_step(depth: int, device: torch.device) -> tuple[int, int, float]:
     trainer = Trainer(
         _Chain(depth), lambda model, x: model(x).sum(), optimizer, plan, world=alone(plan.process_mesh, device)
     )
+    program, seconds = _timed(trainer, batch, optimizer, _STEPS)
+    calls = [call for name in program.micro_graphs for call in program.graphs[name] if isinstance(call, OpCall)]
+    views = sum(not call.num_bytes and not call.flops for call in calls)
+    return len(calls) - views, views, seconds
+
+
+def _timed(trainer: Trainer, batch: Any, optimizer: OptimizerFactory, num_steps: int) -> tuple[StepProgram, float]:
+    """What a step of the trainer issues, and its seconds; the median of runs of so many steps. Closes the trainer."""
+    device = trainer.world.device
     try:
         trainer.step(batch)
         times = []
         for _ in range(_RUNS):
             synchronize(device)
             begin = time.perf_counter()
-            for _ in range(_STEPS):
+            for _ in range(num_steps):
                 trainer.step(batch)
             synchronize(device)
-            times.append((time.perf_counter() - begin) / _STEPS)
+            times.append((time.perf_counter() - begin) / num_steps)
         compiled = trainer.executor.compiled
         assert compiled is not None  # after a step
-        program = describe_program(compiled.program, batch, optimizer)
+        return describe_program(compiled.program, batch, optimizer), statistics.median(times)
     finally:
         trainer.close()
-    calls = [call for name in program.micro_graphs for call in program.graphs[name] if isinstance(call, OpCall)]
-    views = sum(not call.num_bytes and not call.flops for call in calls)
-    return len(calls) - views, views, statistics.median(times)
+
+
+def measure_yardstick(device: torch.device) -> tuple[StepProgram, float]:
+    """A step of a small transformer on this device: what it issues, and its seconds."""
+    layers, width, heads, positions, rows = _YARDSTICK[is_host(device)]
+    layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, device=device)
+    model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+    plan, optimizer = Plan(), functools.partial(torch.optim.AdamW, lr=0.0)
+    trainer = Trainer(
+        model, lambda model, x: model(x).square().mean(), optimizer, plan, world=alone(plan.process_mesh, device)
+    )
+    return _timed(trainer, torch.ones(rows, positions, width, device=device), optimizer, 1)
+
+
+def in_step_of(cluster: Cluster, program: StepProgram, seconds: float) -> float:
+    """How much longer calls take in a step than a cluster says of them, if this step takes so many seconds while all
+    ranks of a host compute."""
+    busy = replace(cluster, device=replace(cluster.device, together=(), in_step=1.0))
+    besides = cluster.device.step_seconds
+    said = StepSimulator(busy).simulate(program).seconds - besides
+    return min(max((seconds - besides) / said, _LEAST), _MOST)
 
 
 def measure_together(world: ProcessWorld, num_local: int) -> Sequence[tuple[int, float]]:
