@@ -13,6 +13,7 @@ from typing import Any
 _MAX_STEPS = 400  # instructions to follow in order to decide whether a branch only raises
 _BETWEEN = ("CACHE", "EXTENDED_ARG")  # do nothing
 _IDLE = ("NOP", "NOT_TAKEN", "RESUME")
+_ACTS = ("RETURN", "DELETE", "YIELD", "RERAISE", "FOR_ITER", "SEND", "PUSH_EXC")  # do more than raise and assign
 _LEAVES = ("RETURN", "RAISE", "RERAISE", "YIELD", "SEND")  # how instructions begin that leave the function
 
 
@@ -32,7 +33,8 @@ def forced_branch(frame: FrameType) -> bool | None:
     if targets is None:
         return None
     caught = _caught(frame.f_code, code)
-    on_true, on_false = (_only_raises(code, target, caught) for target in targets)
+    flow = _Flow(frame.f_code, code)
+    on_true, on_false = (_only_raises(flow, target, caught) for target in targets)
     if on_true == on_false:
         return None
     return not on_true
@@ -73,37 +75,15 @@ def _caught(code: CodeType, every: list[dis.Instruction]) -> list[tuple[int, int
     return found
 
 
-def _only_raises(code: list[dis.Instruction], start: int, caught: list[tuple[int, int]]) -> bool:
+def _only_raises(flow: _Flow, start: int, caught: list[tuple[int, int]]) -> bool:
     """Whether every path from `start` ends by raising, and at most assigns local variables before that."""
-    todo, seen = [start], set()
-    while todo:
-        at = todo.pop()
-        if at in seen:
-            continue
-        seen.add(at)
-        if at >= len(code) or len(seen) > _MAX_STEPS:
+    for num, at in enumerate(flow.walk(start), 1):
+        one = flow.every[at]
+        stores = one.opname.startswith("STORE") and not one.opname.startswith("STORE_FAST")
+        if num > _MAX_STEPS or stores or one.opname.startswith(_ACTS):
             return False
-        name = code[at].opname
-        if name == "RAISE_VARARGS":
-            if any(low <= code[at].offset < high for low, high in caught):
-                return False
-            continue
-        if name.startswith("STORE") and name != "STORE_FAST":
+        if one.opname == "RAISE_VARARGS" and any(low <= one.offset < high for low, high in caught):
             return False
-        if name.startswith(("RETURN", "DELETE", "YIELD", "RERAISE", "FOR_ITER", "SEND", "PUSH_EXC")):
-            return False
-        if "JUMP" in name:
-            both = _targets(code, at)
-            if both is not None:
-                todo += both
-            elif "IF" not in name:
-                offset = code[at].argval
-                todo.append(next((i for i, each in enumerate(code) if each.offset >= offset), len(code)))
-            else:  # if x is None
-                offset = code[at].argval
-                todo += [at + 1, next((i for i, each in enumerate(code) if each.offset >= offset), len(code))]
-            continue
-        todo.append(at + 1)
     return True
 
 
@@ -171,7 +151,7 @@ def _part(code: CodeType, every: Sequence[dis.Instruction], at: int) -> Part | N
     on_true, on_false = targets
     for runs, inside, outside in ((True, on_true, on_false), (False, on_false, on_true)):
         join = flow.skip_idle(outside)
-        found = flow.reached(inside, flow.same_ends(join))
+        found = set(flow.walk(inside, flow.same_ends(join)))
         if not found or at in found or any(every[i].opname.startswith(_LEAVES) for i in found):
             continue
         assigned = {name for i in found for name in _assigned(every[i])}
@@ -253,16 +233,16 @@ class _Flow:
             return (one.opname, one.arg) if self.every[at + 1].opname == "RETURN_VALUE" else None
         return None
 
-    def reached(self, start: int, ends: Collection[int]) -> set[int]:
-        """What runs from `start` on, before any of the ends."""
+    def walk(self, start: int, ends: Collection[int] = ()) -> Iterator[int]:
+        """What runs from `start` on, before any of the ends, each instruction once."""
         found: set[int] = set()
         todo = [start]
         while todo:
             at = todo.pop()
             if at not in found and at not in ends:
                 found.add(at)
+                yield at
                 todo += self.following(at)
-        return found
 
     def live_at(self, start: int) -> set[str]:
         """The local variables that may be read from here on before they are assigned."""
