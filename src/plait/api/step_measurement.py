@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -128,11 +129,11 @@ def in_step_of(cluster: Cluster, program: StepProgram, seconds: float) -> float:
 
 def measure_together(world: ProcessWorld, num_local: int) -> Sequence[tuple[int, float]]:
     """How fast a rank on cores of a host is while so many of the host's ranks compute, in units of its speed while all
-    of them do: points (ranks, speed)."""
+    of them do: points (ranks, speed). Ranks that outnumber the cores take turns on them, which is not measured."""
     everyone = world.everyone()
     left, long = torch.ones(_SIDE, _SIDE), torch.ones(_SIDE * _SIDE)
-    rates = []
-    for num in range(1, num_local + 1):
+    rates, cores = [], min(os.cpu_count() or 1, num_local)
+    for num in range(1, cores + 1):
         everyone.barrier()
         begin, count = time.perf_counter(), 0
         while (now := time.perf_counter()) < begin + _TOGETHER_SECONDS:
@@ -144,6 +145,7 @@ def measure_together(world: ProcessWorld, num_local: int) -> Sequence[tuple[int,
         total = everyone.all_reduce(torch.tensor([count / (now - begin)])).wait()
         rates.append(float(total) / num)
     speeds = [rate / rates[-1] for rate in rates]
-    for at in reversed(range(num_local - 1)):  # a rank is never slower while fewer compute: what looks so is noise
+    for at in reversed(range(cores - 1)):  # a rank is never slower while fewer compute: what looks so is noise
         speeds[at] = max(speeds[at : at + 2])
-    return list(enumerate(speeds, 1))
+    speeds += [cores / num for num in range(cores + 1, num_local + 1)]
+    return [(num, speed / speeds[-1]) for num, speed in enumerate(speeds, 1)]
