@@ -23,11 +23,13 @@ def build(folder: str, workload: str, plan: str) -> Callable[[], Any]:
     """The step of a plan, of the tree in that folder. For a process that has imported no plait."""
     assert "plait" not in sys.modules
     sys.path[:0] = [folder, f"{folder}/src"]
-    for name in [name for name in sys.modules if name.partition(".")[0] == "bench"]:
+    own = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "bench"}
+    for name in own:
         del sys.modules[name]
     from bench import variants
 
     step: Callable[[], Any] = variants.plait(workload, plan)
+    sys.modules.update(own)  # what the harness sends is of its own classes
     assert Path(sys.modules["plait"].__file__ or "").is_relative_to(folder), "another plait is installed"
     return step
 
