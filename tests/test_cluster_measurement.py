@@ -17,6 +17,7 @@ from plait.api.cluster_measurement import MeasuredCollective, fit_link, measure_
 from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.api.simulate_step import Simulator
 from plait.api.step_measurement import StepOverhead, in_step_of
+from plait.comm.launch import launch
 from plait.cost.collective_time import collective_time
 from plait.cost.step_simulation import StepSimulator
 from plait.errors import ConfigError
@@ -162,3 +163,21 @@ def test_a_machine_is_held_against_a_step() -> None:
     assert StepSimulator(held).simulate(program).seconds == pytest.approx(taken)
     assert in_step_of(cluster, program, 1e9) == step_measurement._MOST
     assert in_step_of(cluster, program, 0.0) == step_measurement._LEAST
+
+
+def test_ranks_in_processes_measure_together(tmp_path: Path) -> None:
+    """What ranks measure one by one leaves nothing behind with which their steps could not be measured."""
+    script = tmp_path / "measure.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from plait.api import cluster_measurement as measurement, step_measurement as steps\n"
+        "measurement._WIDTHS = {True: (16,)}\n"
+        "measurement._MOST_SECONDS = steps._TOGETHER_SECONDS = 0.001\n"
+        "measurement._disk_bandwidth = lambda folder: 0.0\n"
+        "steps._YARDSTICK, steps._DEPTHS, steps._RUNS = {True: (1, 16, 2, 8, 2)}, (1, 9), 3\n"
+        "if text := measurement.measure_here():\n"
+        f"    Path({str(tmp_path / 'mine.toml')!r}).write_text(text)\n"
+    )
+    assert launch([str(script)], 2, {"OMP_NUM_THREADS": "1"}) == 0
+    found = find_cluster(tmp_path / "mine.toml")
+    assert (found.num_devices, len(found.device.together), found.device.step_seconds > 0) == (2, 2, True)

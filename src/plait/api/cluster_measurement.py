@@ -90,7 +90,7 @@ def measure_here() -> str:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
     world = process_world(_mesh(size, local))
     try:
-        with torch.inference_mode():
+        with torch.no_grad():  # not inference_mode, whose tensors the world would keep and steps could not write
             products = dict(_products(world))
             copies = {each: _slowest(world, _copy_seconds(world.device, each)) for each in _COPIES}
             within = list(_collectives(world, world.mesh.names[1:], local))
