@@ -18,6 +18,7 @@ from plait.engine import compiler
 from plait.engine.compiler import Captures, Compiler
 from plait.errors import ConfigError, PlanError
 from plait.plan.plan import Plan
+from plait.spec import cluster_file
 from plait.spec.cluster import Cluster, DeviceSpec, EfficiencyCurve, LinkSpec
 from plait.spec.cluster_file import NUMBERS, cluster_of_device, find_cluster, parse_cluster, shipped
 
@@ -90,6 +91,19 @@ def test_names_that_are_no_clusters(name: str, message: str) -> None:
         ('level = "node"', 'level = "rack"', "links.level = 'rack'; the levels are package, node"),
         ("ram = 2e12", "ram = 2048", "host.ram = 2048 is not credible"),
         ("devices = 8", "", "devices is missing"),
+        ("devices = 8", "devices = 8.5", "devices = 8.5 is not credible; it is in devices, .* a whole number from 1"),
+        ("cores = 112", "cores = 1.5", "host.cores = 1.5 is not credible"),
+        ("[device]", "[device]\ntogether = [[inf, 1]]", r"together = \[\[inf, 1\]\]; it is points \[ranks"),
+        ("[device]", "[device]\ntogether = [[1, 1], [2, inf]]", "speeds that do not rise"),
+        ("[device]", "[device]\ntogether = [[1, 1], [2, 3]]", "speeds that do not rise"),
+        ("[device]", "[device]\ntogether = [[1.5, 1]]", r"together = \[\[1.5, 1\]\]; it is points"),
+        ("[device]", "[device]\nstep_seconds = inf", "device.step_seconds = inf is not credible"),
+        ("[device]", "[device]\nin_step = true", "device.in_step = True is not credible"),
+        ("matches = ", "matches = 5 #", r"device.matches = 5; it is a list of texts"),
+        ("devices = 8", 'devices = 8\ncollectives = [["sum", 2, 1, 8, 1.0]]', "kind is one of all_reduce"),
+        ("devices = 8", 'devices = 8\ncollectives = [["halo", inf, 1, 8, 1.0]]', "collectives has .'halo', inf"),
+        ("devices = 8", 'devices = 8\ncollectives = [["halo", 9, 1, 8, 1.0]]', "of groups of 8 devices"),
+        ("devices = 8", 'devices = 8\ncalls = {"aten.mm" = [1.0, inf, 8, "float32"]}', r"it is \[seconds, flops"),
         ("[device]", "[gadget]", "unknown key gadget; the keys here are"),
         ("cores = 112", "cores = ", "is not valid TOML"),
     ],
@@ -100,6 +114,10 @@ def test_bad_files(tmp_path: Path, line: str, instead: str, message: str) -> Non
     (tmp_path / "mine.toml").write_text(text.replace(line, instead, 1))
     with pytest.raises(ConfigError, match=message):
         find_cluster(tmp_path / "mine.toml")
+
+
+def test_collectives_of_a_file_are_those_that_there_are() -> None:
+    assert tuple(kind.title for kind in CollectiveKind) == cluster_file._COLLECTIVES
 
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -38,17 +39,19 @@ _NETWORK = "the data sheet of the link, or all_reduce_perf of nccl-tests"
 
 @dataclass(frozen=True)
 class NumberRow:
-    """What a number of a file means: its unit, the least and the most that is credible, and where to look it up."""
+    """What a number of a file means: its unit, the least and the most that is credible, and where to look it up.
+    `whole` is of what is counted."""
 
     unit: str
     least: float
     most: float
     look: str
     needed: bool = True
+    whole: bool = False
 
 
 NUMBERS: Mapping[str, NumberRow] = {
-    "devices": NumberRow("devices, where the name has no count", 1, 1e7, "the machine"),
+    "devices": NumberRow("devices, where the name has no count", 1, 1e7, "the machine", whole=True),
     "device.peak": NumberRow("flop/s of dense products, not of sparse ones", 1e7, 1e17, _DATASHEET),
     "device.memory": NumberRow("bytes", 2**26, 1e14, _DATASHEET),
     "device.memory_bandwidth": NumberRow("bytes/s", 1e8, 1e15, _DATASHEET),
@@ -64,21 +67,22 @@ NUMBERS: Mapping[str, NumberRow] = {
     "links.latency": NumberRow("seconds", 0, 10, _NETWORK),
     "links.bandwidth": NumberRow("bytes/s in one direction, not bits", 1e4, 1e14, _NETWORK),
     "links.at_once": NumberRow(
-        "transfers", 1, 1e4, "the number of links or cards of a domain of the level below", False
+        "transfers", 1, 1e4, "the number of links or cards of a domain of the level below", False, whole=True
     ),
-    "links.size": NumberRow("devices", 0, 1e7, "the number of devices in a package, node or pod", False),
-    "host.cores": NumberRow("cores", 1, 1e5, "lscpu"),
+    "links.size": NumberRow("devices", 0, 1e7, "the number of devices in a package, node or pod", False, whole=True),
+    "host.cores": NumberRow("cores", 1, 1e5, "lscpu", whole=True),
     "host.ram": NumberRow("bytes", 2**28, 1e15, "free -b"),
     "host.ram_bandwidth": NumberRow("bytes/s", 1e8, 1e14, _MEASURE),
     "host.disk": NumberRow("bytes", 0, 1e17, "df -B1"),
     "host.disk_bandwidth": NumberRow("bytes/s", 1e4, 1e13, "the data sheet of the disks"),
     "host.device_bandwidth": NumberRow("bytes/s in one direction", 1e8, 1e13, "the generation and lanes of PCIe"),
-    "host.nics": NumberRow("network cards", 0, 1e3, "ip link"),
+    "host.nics": NumberRow("network cards", 0, 1e3, "ip link", whole=True),
     "host.nic_bandwidth": NumberRow("bytes/s in one direction, not bits", 0, 1e13, "the data sheet of the card"),
 }
 _TEXTS = {"name", "doc", "measured", "device.name", "device.matches", "device.overlaps", "device.together",
           "links.level", "links.torus", "links.overlaps", "host.cpu"}  # fmt: skip
 _DTYPES = {"float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "float4", "int8"}
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "ring", "halo")
 _CURVES = {  # the size of what, and the highest fraction: caches are faster than memory
     "device.matmul_efficiency": ("the flops of a product", 1.0),
     "device.memory_efficiency": ("the bytes of an op", 100.0),
@@ -179,7 +183,7 @@ def parse_cluster(text: str, place: str, name: str) -> Cluster:
         sources=tuple(sources.items()),
         measured=str(raw.get("measured", "")),
         calls=_calls(reader, raw.get("calls", {})),
-        collectives=_collectives(reader, raw.get("collectives", [])),
+        collectives=_collectives(reader, raw.get("collectives", []), raw["devices"]),
     )
     for link in made.links:
         if link.bandwidth > made.device.memory_bandwidth:
@@ -204,7 +208,7 @@ def _device(reader: _Reader, table: dict[str, Any]) -> DeviceSpec:
         peak=tuple((dtype, reader.number(peaks, f"device.peak.{dtype}", "device.peak")) for dtype in peaks),
         memory=reader.number(table, "device.memory"),
         memory_bandwidth=reader.number(table, "device.memory_bandwidth"),
-        matches=tuple(str(each).lower() for each in table.get("matches", ())),
+        matches=_matches(reader, table.get("matches", [])),
         matmul_efficiency=reader.curve(table, "device.matmul_efficiency"),
         memory_efficiency=reader.curve(table, "device.memory_efficiency"),
         attention_efficiency=reader.number(table, "device.attention_efficiency", default=1.0),
@@ -217,6 +221,13 @@ def _device(reader: _Reader, table: dict[str, Any]) -> DeviceSpec:
         beside_transfers=reader.number(table, "device.beside_transfers", default=1.0),
         price_per_hour=reader.number(table, "device.price_per_hour") if "price_per_hour" in table else None,
     )
+
+
+def _matches(reader: _Reader, given: Any) -> tuple[str, ...]:
+    """Texts, of which one is in the name of a device."""
+    if not isinstance(given, list) or not all(isinstance(each, str) and each for each in given):
+        raise ConfigError(f'{reader.place}: device.matches = {given!r}; it is a list of texts, like ["h100"]')
+    return tuple(each.lower() for each in given)
 
 
 def _link(reader: _Reader, table: dict[str, Any]) -> LinkSpec:
@@ -237,19 +248,20 @@ def _link(reader: _Reader, table: dict[str, Any]) -> LinkSpec:
 
 
 def _together(reader: _Reader, given: Any) -> tuple[tuple[int, float], ...]:
-    """Points [ranks, speed] with ascending numbers of ranks."""
+    """Points [ranks, speed] with ascending numbers of ranks, of which more are not faster."""
     try:
-        found = tuple((int(ranks), float(speed)) for ranks, speed in given)
-        numbers = [ranks for ranks, _ in found]
-        good = numbers == sorted(set(numbers)) and all(each > 0 for point in found for each in point)
+        points = [(ranks, speed) for ranks, speed in given]
+        good = all(_is_count(ranks) and _is_number(speed) and 1e-5 <= speed <= 1e3 for ranks, speed in points)
+        numbers, speeds = [ranks for ranks, _ in points], [speed for _, speed in points]
+        good = good and numbers == sorted(set(numbers)) and speeds == sorted(speeds, reverse=True)
     except (TypeError, ValueError):
         good = False
     if not good:
         raise ConfigError(
             f"{reader.place}: device.together = {given!r}; it is points [ranks that compute, speed of one of them],"
-            f" with ascending numbers; {_MEASURE}"
+            f" with ascending numbers of ranks and speeds that do not rise, from 1e-05 to 1000; it is from {_MEASURE}"
         )
-    return found
+    return tuple((ranks, float(speed)) for ranks, speed in points)
 
 
 def _calls(reader: _Reader, given: Any) -> tuple[CallTime, ...]:
@@ -260,14 +272,12 @@ def _calls(reader: _Reader, given: Any) -> tuple[CallTime, ...]:
     for signature, row in given.items():
         try:
             seconds, flops, num_bytes, dtype = row
-            good = 0 <= float(seconds) < 1e4 and float(flops) >= 0 and float(num_bytes) >= 0 and type(dtype) is str
+            good = all(_is_number(each) and 0 <= each < math.inf for each in (seconds, flops, num_bytes))
+            good = good and seconds < 1e4 and type(dtype) is str
         except (TypeError, ValueError):
             good = False
         if not good:
-            raise ConfigError(
-                f"{reader.place}: calls.{signature!r} = {row!r}; it is [seconds, flops, bytes, dtype], as measured by"
-                f" {_MEASURE}"
-            )
+            raise ConfigError(f"{reader.place}: calls.{signature!r} = {row!r}; it is [seconds, flops, bytes, dtype]")
         found.append(CallTime(signature, float(seconds), float(flops), float(num_bytes), dtype))
     return tuple(found)
 
@@ -280,19 +290,23 @@ def _host(reader: _Reader, table: dict[str, Any]) -> HostSpec:
     return HostSpec(reader.text(table, "host.cpu"), **numbers | counts)
 
 
-def _collectives(reader: _Reader, given: Any) -> tuple[CollectiveTime, ...]:
-    """The list collectives: rows [kind, ranks, stride, bytes, seconds]."""
+def _collectives(reader: _Reader, given: Any, num_devices: int) -> tuple[CollectiveTime, ...]:
+    """The list collectives: rows [kind, ranks, stride, bytes, seconds], of groups of the devices."""
     found = []
     for row in given if isinstance(given, list) else [given]:
         try:
             kind, size, stride, num_bytes, seconds = row
-            good = type(kind) is str and size > 1 and stride > 0 and num_bytes > 0 and 0 <= seconds < 1e4
+            good = (
+                kind in _COLLECTIVES and _is_count(size) and _is_count(stride) and 0 < (size - 1) * stride < num_devices
+            )
+            good = good and all(_is_number(each) and 0 <= each < math.inf for each in (num_bytes, seconds))
+            good = good and num_bytes > 0 and seconds < 1e4
         except (TypeError, ValueError):
             good = False
         if not good:
             raise ConfigError(
                 f"{reader.place}: collectives has {row!r}; it is rows [kind, ranks, stride, bytes of the whole tensor,"
-                f" seconds], as measured by {_MEASURE}"
+                f" seconds] of groups of {num_devices} devices; kind is one of {', '.join(_COLLECTIVES)}"
             )
         found.append(CollectiveTime(kind, int(size), int(stride), float(num_bytes), float(seconds)))
     return tuple(found)
@@ -336,10 +350,11 @@ class _Reader:
                 raise ConfigError(self.missing(path, row))
             return default
         value = table[key]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not row.least <= value <= row.most:
+        if not _is_number(value) or not row.least <= value <= row.most or (row.whole and value != int(value)):
             raise ConfigError(
-                f"{self.place}: {path} = {value!r} is not credible; it is in {row.unit}, from {row.least:g} to"
-                f" {row.most:g}; look it up in {self.source(path)}"
+                f"{self.place}: {path} = {value!r} is not credible; it is in {row.unit},"
+                f" {'a whole number ' if row.whole else ''}from {row.least:g} to {row.most:g}; look it up in"
+                f" {self.source(path)}"
             )
         return float(value)
 
@@ -358,9 +373,10 @@ class _Reader:
         given = table.get(path.rpartition(".")[2], 1.0)
         points = given if isinstance(given, list) else [[1.0, given]]
         try:
+            good = bool(points) and all(_is_number(size) and _is_number(part) for size, part in points)
             found = tuple((float(size), float(part)) for size, part in points)
             sizes = [size for size, _ in found]
-            good = bool(found) and sizes == sorted(set(sizes)) and sizes[0] > 0 and not isinstance(given, bool)
+            good = good and sizes == sorted(set(sizes)) and sizes[0] > 0 and sizes[-1] < math.inf
             good = good and all(0 < part <= _CURVES[path][1] for _, part in found)
         except (TypeError, ValueError):
             good = False
@@ -370,6 +386,14 @@ class _Reader:
                 f" points [size, fraction] with ascending sizes, which are {_CURVES[path][0]}"
             )
         return EfficiencyCurve(found)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _near(key: str, known: set[str]) -> str:
