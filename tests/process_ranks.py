@@ -160,6 +160,38 @@ def stops() -> Stops:
     return Stops()
 
 
+class Keeps(nn.Module):
+    """Moves a frozen copy of its weights, as a momentum encoder does; may also keep a mean of its rows."""
+
+    def __init__(self, rows: bool) -> None:
+        super().__init__()
+        self.inner, self.copy = stops(), stops().requires_grad_(False)
+        self.rows = rows
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for mine, other in zip(self.copy.parameters(), self.inner.parameters(), strict=True):
+                mine.data = mine.data * 0.5 + other.data * 0.5
+            if self.rows:
+                self.mean = self.mean * 0.9 + x.mean(0) * 0.1
+        return self.inner(x) - self.copy(x) * 0.5
+
+
+def keeps(rows: bool) -> list[float]:
+    """The losses of a plain loop over a Keeps."""
+    model = Keeps(rows)
+    optimizer = torch.optim.SGD(model.inner.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        total, weight = stops_loss(model, stops_batch())
+        (total / weight).backward()
+        optimizer.step()
+        losses.append(float((total / weight).detach()))
+    return losses
+
+
 def stops_loss(model: nn.Module, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     keep = rows["keep"]
     return plait.Weighted(((model(rows["x"])[:, 0] - rows["y"]).square() * keep).sum(), keep.sum())
@@ -228,6 +260,15 @@ def other_numbers_under_ddp(world: World) -> dict[str, Any]:
             found[f"norm {plan}"] = float(step(stops_loss, nn.Sequential(stops(), nn.BatchNorm1d(1)), plan))
         except PlanError as error:
             found[f"norm {plan}"] = str(error)
+    try:
+        step(stops_loss, Keeps(rows=True))
+    except LossError as error:
+        found["keeps rows"] = str(error)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sgd = functools.partial(torch.optim.SGD, lr=0.1)
+        trainer = plait.Trainer(Keeps(rows=False), stops_loss, sgd, text(world), world=world)
+        found["keeps"] = [float(trainer.step(stops_batch())) for _ in range(3)]
     return found
 
 

@@ -6,8 +6,9 @@ sum of sums over the sum of weights for a plait.Weighted, else the mean weighted
 each rank differentiates its sum x N / the weight of all ranks.
 
 The result equals that of one device if the loss of a batch is such a combination. It is not if the loss couples rows,
-as a contrastive loss does, or is a mean over rows selected by a mask that is not given as a plait.Weighted; nor with
-batch norm, whose statistics are each rank's own. These are refused (`_refuse_other_numbers`, `_refuse_batch_norm`).
+as a contrastive loss does, or is a mean over rows selected by a mask that is not given as a plait.Weighted; nor if a
+step keeps something of its rows in the model, as a queue of negatives or a moving average does; nor with batch norm,
+whose statistics are each rank's own. These are refused (`_refuse_other_numbers`, `_refuse_batch_norm`).
 Dropout masks are each rank's own: as random as those of one device, but not the same.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -35,7 +37,7 @@ from plait.compile.ir.dtypes import torch_name
 from plait.engine.compiler import Compiler
 from plait.engine.executor import scale_all
 from plait.engine.local_batch import LocalBatch, batch_part, num_rows
-from plait.engine.model_copy import preserved
+from plait.engine.model_copy import Twin, preserved
 from plait.engine.step_results import gather_outputs
 from plait.errors import CaptureError, LossError, PlanError, Refusal
 from plait.plan.axes import ddp_axis
@@ -75,7 +77,13 @@ def _nearest(plan: Plan, world: World, model: nn.Module, loss_fn: LossFn, batch:
     rows, num = (batch.tree, batch.local_size) if isinstance(batch, LocalBatch) else (batch, num_rows(batch))
     apart = 0.0
     with suppress(LossError):  # the loss is invalid, which is reported when it runs
-        apart = EagerExecutor(model, loss_fn, Plan(), world).halves_apart(rows, num)[2]
+        compared = EagerExecutor(model, loss_fn, Plan(), world).compare_halves(rows, num)
+        apart = compared.apart
+        if compared.changed:
+            return (
+                f"data=1, which runs the model as it is; with {several} PyTorch's DDP would keep in {compared.changed}"
+                " what each rank's own rows leave there, and not what the whole batch does"
+            )
     if apart:
         return (
             f"data=1, which runs the model as it is; with {several} PyTorch's DDP would compute the loss of each rank's"
@@ -167,17 +175,27 @@ class EagerExecutor:
         return StepResult((sums[0] / sums[1]).to(total.dtype), (sums[0], sums[1]), gradients, {}, aux=aux)
 
     def _refuse_other_numbers(self, rows: Any, num: int) -> None:
-        """Raise LossError, on all ranks, if the loss of any rank's rows is not the combined loss of their two
-        halves."""
-        whole, halves, apart = self.halves_apart(rows, num)
-        mine = torch.tensor([apart, math.isnan(whole)], dtype=torch.float64, device=self.world.device)
-        every = self.world.comm(self._axis).all_gather(mine).wait()
-        most, rank = (float(found) for found in every[:, 0].max(0))
+        """Raise LossError, on all ranks, if the loss of any rank's rows is not the combined loss of their two halves,
+        or if a step leaves something of its rows in the model."""
+        found = self.compare_halves(rows, num)
+        mine = [found.apart, math.isnan(found.whole), bool(found.changed)]
+        sent = torch.tensor(mine, dtype=torch.float64, device=self.world.device)
+        every = self.world.comm(self._axis).all_gather(sent).wait()
+        most, rank = (float(value) for value in every[:, 0].max(0))
         if most == 0 and 0 < float(every[:, 1].sum()) < len(every):  # nan on some ranks only: a mean over no rows
             most, rank = math.inf, float(every[:, 1].argmax())
+        if most == 0 and float(every[:, 2].max()) > 0:
+            rank = float(every[:, 2].argmax())
+            raise LossError(
+                f"under PyTorch's DDP each rank computes with its own rows, and a step leaves something of its rows in"
+                f" {found.changed or 'a buffer'} (rank {rank:.0f} has found so): a queue, a moving average or a count."
+                " On the ranks that would not be what the whole batch leaves. Change the line that cannot be captured,"
+                f" as the warning says; else train on one process, or give Trainer allow=({LOCAL_LOSS!r},) to train"
+                " with the buffers of rank 0, as DDP does"
+            )
         if most == 0:
             return
-        shown = f"here {whole:.6g} of {num} rows, and {halves:.6g} of two halves of them put together"
+        shown = f"here {found.whole:.6g} of {num} rows, and {found.halves:.6g} of two halves of them put together"
         raise LossError(
             f"under PyTorch's DDP each rank computes the loss of its own rows, and together they are not this loss of"
             f" the whole batch (rank {rank:.0f} has found so; {shown}): it couples rows, or it is a mean over some of"
@@ -186,49 +204,46 @@ class EagerExecutor:
             " losses, as DDP does"
         )
 
-    def halves_apart(self, rows: Any, num: int) -> tuple[float, float, float]:
-        """The result of `_compare_halves`; zeros if it cannot be computed. Model and loss are restored afterwards."""
+    def compare_halves(self, rows: Any, num: int) -> _Halves:
+        """Compare these rows with their two halves. Model and loss are as before afterwards."""
         if num > 1:
-            with _restored(self.model, self.loss_fn), torch.no_grad():
+            with torch.no_grad():
                 try:
                     return self._compare_halves(rows, num)
                 except LossError:
                     raise
                 except Exception:  # the model cannot run on half of its rows, or in evaluation mode
                     pass
-        return 0.0, 0.0, 0.0
+        return _Halves()
 
-    def _compare_halves(self, rows: Any, num: int) -> tuple[float, float, float]:
-        """(loss of these rows, combined loss of their two halves, difference).
-
-        The difference is 0 within rounding, and if the loss is random, as no two evaluations agree then.
-        """
+    def _compare_halves(self, rows: Any, num: int) -> _Halves:
         half = num // 2
+        train = _batch_norm(self.model) is None
 
-        def taken(part: Any, size: int, seed: int = 0) -> tuple[float, float]:
-            torch.manual_seed(seed)
-            self._loss.num_rows = size
-            return float(self._loss(part)), float(self._loss.weight)
+        def taken(part: Any, size: int, train: bool, seed: int = 0) -> tuple[float, float, dict[str, Tensor]]:
+            """A loss, its weight, and the values of the model that have no gradient, from the state of now."""
+            with _restored(self.model, self.loss_fn):
+                self.model.train(train)
+                torch.manual_seed(seed)
+                self._loss.num_rows = size
+                total = float(self._loss(part))
+                own = [*self.model.named_parameters(), *self.model.named_buffers()]
+                return total, float(self._loss.weight), {name: value for name, value in own if not value.requires_grad}
 
-        modes = [(module, module.training) for module in self.model.modules()]
-        try:
-            self.model.train(_batch_norm(self.model) is None)
-            whole = taken(rows, num)
-            if whole != taken(rows, num, seed=1):  # without dropout
-                self.model.eval()
-                whole = taken(rows, num)
-                if whole != taken(rows, num, seed=1):
-                    return _ratio(*whole), 0.0, 0.0
-            first, one = taken(take_rows(rows, num, 0, half), half)
-            second, two = taken(take_rows(rows, num, half, num - half), num - half)
-        finally:
-            for module, mode in modes:
-                module.training = mode
-        loss, halves = _ratio(*whole), _ratio(first + second, one + two)
+        whole = taken(rows, num, train)
+        kept = taken(take_rows(rows, num, 0, half), half, train)[2]
+        changed = next((name for name, value in whole[2].items() if not _same(value, kept.get(name))), "")
+        if whole[:2] != taken(rows, num, train, seed=1)[:2]:  # without dropout
+            train, whole = False, taken(rows, num, False)
+            if whole[:2] != taken(rows, num, False, seed=1)[:2]:
+                return _Halves(_ratio(*whole[:2]), changed=changed)
+        first, one, _ = taken(take_rows(rows, num, 0, half), half, train)
+        second, two, _ = taken(take_rows(rows, num, half, num - half), num - half, train)
+        loss, halves = _ratio(*whole[:2]), _ratio(first + second, one + two)
         if loss == halves or math.isnan(loss):
-            return loss, halves, 0.0
+            return _Halves(loss, halves, changed=changed)
         apart = abs(loss - halves) / max(abs(loss), abs(halves))
-        return loss, halves, 0.0 if apart <= _ROUNDING[self._loss.dtype.itemsize > 2] else 1.0
+        return _Halves(loss, halves, 0.0 if apart <= _ROUNDING[self._loss.dtype.itemsize > 2] else 1.0, changed)
 
     def _outputs(self, outputs: Outputs, batch: Any) -> Outputs:
         """The auxiliary outputs of all ranks."""
@@ -298,17 +313,38 @@ def _ratio(total: float, weight: float) -> float:
     return total / weight if weight else math.nan
 
 
+@dataclass(frozen=True)
+class _Halves:
+    """What the rows of a rank show when they are taken as a whole and in two halves.
+
+    Attributes:
+        whole: the loss of the rows.
+        halves: the combined loss of the two halves.
+        apart: the difference; 0 within rounding, and if the loss is random, as no two evaluations agree then.
+        changed: the name of a buffer, or of a parameter without a gradient, that the rows left other than one half
+            would have; empty if there is none.
+    """
+
+    whole: float = 0.0
+    halves: float = 0.0
+    apart: float = 0.0
+    changed: str = ""
+
+
+def _same(value: Tensor, other: Tensor | None) -> bool:
+    return other is not None and value.shape == other.shape and bool(torch.isclose(value, other, equal_nan=True).all())
+
+
 @contextmanager
 def _restored(model: nn.Module, loss_fn: LossFn) -> Iterator[None]:
-    """Context that restores buffers, random state, and the Python state of model and loss."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng(devices=random_devices(*(buffer.device for buffer, _ in buffers))):
-        try:
-            with preserved(model, loss_fn):
-                yield
-        finally:
-            for buffer, before in buffers:
-                buffer.copy_(before)
+    """Context in which the model has copies of its values. Random state, and the Python state of model and loss, are as
+    before afterwards."""
+    with (
+        torch.random.fork_rng(devices=random_devices(*(buffer.device for buffer in model.buffers()))),
+        preserved(model, loss_fn),
+        Twin(model).installed(),
+    ):
+        yield
 
 
 def _batch_norm(model: nn.Module) -> str | None:
