@@ -169,6 +169,12 @@ def table() -> dict[str, list[Args]]:
             (x, f(6, 12, 4), [4], f(6, 12, 1), u(6, 12, 1), f(4), f(4), ALL),
             (x, f(6, 12, 4), [12, 4], f(6, 1, 1), u(6, 1, 1), None, None, [True, False, False]),
         ],
+        **{
+            f"_weight_norm_interface{backward}": [
+                (*grad, f(6, 12), u(*g), *([u(*g)] if grad else []), dim) for dim, g in ((0, (6, 1)), (1, (1, 12)))
+            ]
+            for backward, grad in (("", []), ("_backward", [f(6, 12)]))
+        },
         "_fused_rms_norm": [(x, [4], f(4), 1e-5), (x, [4], None, None)],
         "native_group_norm": [(x, f(12), f(12), 6, 12, 4, 6, 1e-5), (X, None, None, 6, 12, 16, 1, 1e-5)],
         "native_group_norm_backward": [

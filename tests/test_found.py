@@ -410,3 +410,45 @@ def test_the_loss_of_the_next_step_has_the_rounding_of_gradients_in_half_precisi
     )
     wrong = verifier.verify("replica=2 reduce=bf16")
     assert wrong.loss > wrong.tolerance, wrong
+
+
+class Spectrum(nn.Module):
+    """Half of a spectrum as the conjugate of the other half, which one stage of a pipeline gives to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.writes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        z = torch.complex(h, h.roll(1, -1)) * 1j
+        if self.writes:
+            z.conj().mul_(2 + 1j)
+        return self.down(z.conj().real) + self.down(z.conj().imag)
+
+
+def test_a_view_of_conjugates() -> None:
+    """Torch only sets a flag for it: a write through it was taken for one of the same numbers, and of a value that came
+    from another rank the flag was gone."""
+    torch.manual_seed(0)
+    model = Spectrum().double()
+    verifier = plait.Verifier(model, square, torch.randn(8, 4, dtype=torch.float64))
+    for plan in ("data=2", "pipeline=2 micro=2"):
+        report = verifier.verify(plan)
+        assert report.ok and not report.without_rule, report
+    model.writes = True
+    with pytest.raises(CaptureError, match=r"test_found.py:.*write to the tensor itself, as x\.mul_\(2 - 1j\)"):
+        plait.verify(model, square, torch.randn(8, 4, dtype=torch.float64), "data=2")
+
+
+def test_weights_with_a_norm_of_their_own() -> None:
+    """The op had no rule: gradients were summed before it, and it ran on whole weights."""
+    torch.manual_seed(0)
+    norm = torch.nn.utils.parametrizations.weight_norm
+    model = nn.Sequential(norm(nn.Linear(8, 16)), nn.Tanh(), norm(nn.Linear(16, 8), dim=1)).double()
+    verifier = plait.Verifier(model, square, torch.randn(8, 8, dtype=torch.float64))
+    layouts = {"0.*.original*": "tensor, -", "0.bias": "tensor", "2.*.original*": "-, tensor"}
+    for plan, given in (("data=2 zero=3", None), ("data=2 tensor=2", layouts)):
+        report = verifier.verify(plan, layouts=given)
+        assert report.ok and not report.without_rule, report

@@ -89,6 +89,13 @@ def _normal_name(node: Node) -> None:
         node.target = aten.zeros.default
     elif node.target is aten.fill.Scalar:
         node.target = aten.full_like.default
+    elif node.target is aten._conj.default:  # a flag of the tensor, which is lost where its memory is sent or stored
+        node.target = aten.conj_physical.default
+        if isinstance(number := node.args[0], complex):
+            node.target, node.args = aten.full.default, ([], number.conjugate())
+            node.kwargs = {"dtype": node.meta["val"].dtype, "device": node.meta["val"].device, "pin_memory": False}
+    elif node.target is aten._neg_view.default:
+        node.target = aten.neg.default
 
 
 def _shorter(node: Node) -> Node | None:

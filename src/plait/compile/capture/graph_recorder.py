@@ -264,6 +264,11 @@ class GraphRecorder(TorchDispatchMode):
             result = func(*args, **kwargs)
             self.bind(target, self.call(functional, node_args, node_kwargs, target))
             return result
+        if target.is_conj() or target.is_neg():
+            raise CaptureError(
+                "a write to the conjugate of a tensor, which writes to the tensor, cannot be captured; write to the"
+                " tensor itself, as x.mul_(2 - 1j) for x.conj().mul_(2 + 1j)"
+            )
         peers = [target] if self._functionalised else self._groups[self._group_of[id(target)]]
         if any(_geometry(peer) != _geometry(target) for peer in peers):
             return self._as_it_is(func, args, kwargs)
@@ -373,7 +378,7 @@ def _functional_form(func: Any) -> Any:
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def _tensors(values: list[Any]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Normalization over a sample's own dims: layer, RMS and group norm, forward and backward."""
+"""Normalization over a sample's own dims: layer, RMS and group norm; and of weights. Forward and backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from plait.compile.ops.base import Builder, Call, OpSpec, Partial, Placements, Shard, Strategy, register, state
-from plait.compile.ops.dims import HALF, aten, blocks_of, first_operand, overloads, put, sharded_strategy, widened
+from plait.compile.ops.dims import (
+    HALF,
+    aten,
+    blocks_of,
+    first_operand,
+    overloads,
+    positive,
+    put,
+    sharded_strategy,
+    widened,
+)
 
 
 def statistics_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
@@ -134,6 +144,22 @@ register(*overloads("_fused_rms_norm"), spec=OpSpec(strategies=_forward_rows, de
 register(
     *overloads("_fused_rms_norm_backward"),
     spec=OpSpec(strategies=_backward_rows, linear=first_operand, formats=True, decompose=_rms_norm_backward),
+)
+
+# ---- weight norm: (v, g, dim) -> w, norms; g and the norms have one element in each other dim ----
+
+
+def _weight_rows(call: Call, given: Placements, size: int) -> list[Strategy]:
+    """Each index of `dim` has a norm of its own."""
+    dim = positive(call.args[len(call.inputs)] if len(call.args) > len(call.inputs) else 0, call.inputs[0].ndim)
+    inputs, outputs = (dim,) * len(call.inputs), (dim,) * len(call.outputs)
+    return [sharded_strategy(call, inputs, outputs, b) for b in blocks_of(given, inputs)]
+
+
+register(*overloads("_weight_norm_interface"), spec=OpSpec(strategies=_weight_rows))
+register(
+    *overloads("_weight_norm_interface_backward"),
+    spec=OpSpec(strategies=_weight_rows, linear=first_operand, formats=True),
 )
 
 # ---- group norm: (x, weight, bias, N, C, HxW, group, eps) -> out, mean, rstd, the last two of [N, group] ----

@@ -93,7 +93,7 @@ def _second_operand(call: Call) -> list[tuple[int, ...]]:
 
 
 _LINEAR: dict[Any, Any] = {
-    **dict.fromkeys(overloads("add.Tensor", "sub.Tensor"), _sum_groups),
+    **dict.fromkeys(overloads("add.Tensor", "sub.Tensor", "complex"), _sum_groups),
     **dict.fromkeys(overloads("mul.Tensor", "mul.Scalar"), each_operand),
     **dict.fromkeys(overloads("div.Tensor", "div.Scalar", "true_divide.Tensor"), _quotient_groups),
     **dict.fromkeys(
@@ -102,7 +102,7 @@ _LINEAR: dict[Any, Any] = {
             "threshold_backward", "gelu_backward", "silu_backward", "sigmoid_backward", "tanh_backward",
             "elu_backward", "hardswish_backward", "hardsigmoid_backward", "hardtanh_backward", "mish_backward",
             "leaky_relu_backward", "softplus_backward", "softshrink_backward", "hardshrink_backward",
-            "native_dropout_backward", "logit_backward",
+            "native_dropout_backward", "logit_backward", "polar",
         ),
         first_operand,
     ),
@@ -118,6 +118,7 @@ _EXTRAS = overloads(
     "floor_divide", "floor_divide.Scalar", "elu_backward", "hardswish", "hardswish_backward", "hardsigmoid_backward",
     "hardtanh_backward", "leaky_relu_backward", "softplus_backward", "mish_backward", "softshrink_backward",
     "hardshrink_backward", "_prelu_kernel", "rsub.Tensor", "where.ScalarOther", "where.ScalarSelf", "where.Scalar",
+    "complex", "polar",
 )  # fmt: skip
 
 
