@@ -123,17 +123,27 @@ def check_out(out: Path | None) -> None:
     if out.is_dir() or not out.absolute().parent.is_dir():
         why = "it is a folder" if out.is_dir() else f"there is no folder {str(out.absolute().parent)!r}"
         raise ConfigError(f"cannot write the cluster file {str(out)!r}: {why}; give a file in a folder that is there")
+    if not os.access(out.absolute().parent, os.W_OK):
+        raise ConfigError(
+            f"cannot write the cluster file {str(out)!r}: its folder cannot be written; give a file in another folder"
+        )
 
 
 def write_measured(text: str, out: Path | None) -> None:
-    """Print the text of a cluster file, or write it. Raises ConfigError if it cannot be written."""
+    """Print the text of a cluster file, or write it, whole or not at all. Raises ConfigError if it cannot be
+    written."""
     if out is None:
         print(text, end="")
         return
+    written = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        out.write_text(text)
+        written.write_text(text)
+        written.replace(out)
     except OSError as error:
         raise ConfigError(f"cannot write the cluster file {str(out)!r}: {error.strerror}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            written.unlink(missing_ok=True)
     print(f"wrote {out}; see it with `plait cluster show {out}`")
 
 

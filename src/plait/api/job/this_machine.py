@@ -65,6 +65,10 @@ def stale(found: Cluster, num_devices: int) -> str:
         return f"it is of {found.num_devices} devices, and there are {num_devices}"
     if found.host is not None and found.host.cores != cores:
         return f"it is of {found.host.cores} cores, and there are {cores}"
+    if not found.device.step_seconds:
+        return (
+            "it does not say what a step takes besides its calls (step_seconds), which a former version did not measure"
+        )
     return ""
 
 
@@ -79,11 +83,9 @@ def _measure(num: int, path: Path) -> None:
         raise ConfigError(
             f"cannot make the folder {str(path.parent)!r}: {error.strerror}; set XDG_CACHE_HOME"
         ) from None
-    written = path.with_suffix(".new.toml")
-    status = launch(["-m", "plait", "cluster", "measure", "--processes", str(num), "--out", str(written)], num, {})
-    if status or not written.exists():
+    status = launch(["-m", "plait", "cluster", "measure", "--processes", str(num), "--out", str(path)], num, {})
+    if status or not path.exists():
         raise ConfigError("this machine could not be measured; what went wrong is above, or give --cluster")
-    written.replace(path)
 
 
 def is_auto(text: str | None) -> bool:
