@@ -6,6 +6,7 @@ import functools
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import memory_ranks
 import pytest
@@ -24,7 +25,7 @@ from plait.cost.plan_search import search
 from plait.cost.shape_evaluator import ShapeEvaluator
 from plait.cost.transformer import TransformerShape
 from plait.cost.transformer_simulation import simulate_step
-from plait.errors import PlanError
+from plait.errors import PlaitError, PlanError
 from plait.plan.legality import refusals
 from plait.plan.parallelism import Parallelism
 from plait.plan.plan import Plan
@@ -234,6 +235,8 @@ def test_batches() -> None:
     assert batch_sizes(512, 2048) == (512, 1024, 2048)
     assert batch_sizes(100, 250) == (100, 200, 250)
     assert batch_sizes(7, 7) == (7,)
+    assert batch_sizes(1, 512) == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    assert batch_sizes(1, 1_000_000) == (1, 8, 64, 512, 4096, 32768, 262144, 1_000_000)
 
 
 SMALL = """
@@ -261,12 +264,21 @@ def job(tmp_path: Path) -> Path:
 def test_the_command_for_a_job(job: Path) -> None:
     limits = "sync=1 home.optimizer=device home.parameters=device home.activations=device precision=fp32 micro=1"
     limits += " data=1..2 pipeline=1 context=1 recompute=none tensor=1"
-    result = CliRunner().invoke(app, ["plan", str(job), "--cluster", "h100x2", "--limit-keys", limits])
+    result = CliRunner().invoke(
+        app, ["plan", str(job), "--cluster", "h100x2", "--batch", "4..8", "--limit-keys", limits]
+    )
     assert result.exit_code == 0, result.output
     lines = result.output.strip().splitlines()
     assert lines[-1].startswith(f"plait train {job} --plan ")
     Plan.parse(lines[-1].split('"')[1])
-    for text in ("the best plans", "faster and smaller", "well-known choices that lost", "$/M tokens", "simulated"):
+    for text in (
+        "the best plans",
+        "faster and smaller",
+        "well-known choices that lost",
+        "$/M tokens",
+        "simulated",
+        "of batches of 4 and 8 rows",
+    ):
         assert text in result.output
 
 
@@ -333,10 +345,26 @@ def test_experts_of_a_captured_model_are_searched() -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "loss", "batch", "message"),
+    [
+        (len, loss_fn, torch.ones(2, 4), "the model is a builtin_function_or_method, not a torch.nn.Module"),
+        (torch.nn.Linear(4, 4), "mse", torch.ones(2, 4), "loss_fn is a str; give a function of"),
+        (torch.nn.LazyLinear(4), loss_fn, torch.ones(2, 4), "has no shape yet"),
+        (torch.nn.Linear(4, 4), loss_fn, torch.ones(0, 4), "the batch has no rows"),
+        (torch.nn.Linear(4, 4), loss_fn, {}, "the batch holds no tensor"),
+    ],
+)
+def test_what_no_plan_is_searched_for(model: Any, loss: Any, batch: Any, message: str) -> None:
+    with pytest.raises(PlaitError, match=message):
+        plait.search(model, loss, batch, "h100x2")
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--memory", "70"], "--memory 70: a size has a number and a unit"),
         (["--batch", "8..2"], "--batch 8..2: it is a number of rows"),
+        (["--batch", "1..100000000"], "--batch: a batch of 100000000 rows has more than the"),
         (["--limit-keys", "bucket=25"], "bad value '25' of the limit 'bucket=25': a size has a number and a unit"),
         (["--limit-keys", "data=3"], "is legal for a batch of 8 rows"),
         (["--cluster", "h10"], "there is no cluster 'h10'"),

@@ -115,7 +115,7 @@ class ModelEvaluator:
         )  # fmt: skip
         self._rows = rows
         batch = make_batch(rows)
-        self._positions = max(num_tokens(batch) // rows, 1)
+        self._positions = max(num_tokens(batch) // max(rows, 1), 1)
         self._forms: ModelForms | None = None
 
     @property

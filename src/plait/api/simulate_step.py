@@ -22,8 +22,8 @@ from plait.cost.step_simulation import StepSimulator, check_ranks
 from plait.engine.local_batch import batch_of_replica, num_rows, num_tokens
 from plait.engine.optimizer_step import StateEstimate
 from plait.engine.rank_optimizers import OptimizerFactory, make_optimizer
-from plait.engine.setup_checks import check_plan
-from plait.errors import PlanError, Refusal
+from plait.engine.setup_checks import check_given, check_plan
+from plait.errors import BatchError, PlanError, Refusal
 from plait.optim.combined import each_parameter, title_of
 from plait.plan.annotation import Annotations
 from plait.plan.axes import stage_axis
@@ -86,6 +86,9 @@ class Simulator:
         layouts: Annotations | None = None,
         built: bool | None = None,
     ) -> None:
+        check_given(model, loss_fn, optimizer, None)
+        if not num_rows(batch):
+            raise BatchError("the batch has no rows: there is nothing to train on; give one with a row or more")
         self.cluster = find_cluster(cluster) if isinstance(cluster, str) else cluster
         self._model = model
         self._given = (loss_fn, batch, optimizer, layouts, built)

@@ -153,6 +153,7 @@ class FoundPlans:
         refused: how many of the candidates were refused, by the reason.
         goal: what plans are ranked by.
         of_batches: where that is the time to a loss, the best plan of each size of the batch, ascending.
+        rows: the sizes of the batch that were looked at.
     """
 
     cluster: Cluster
@@ -167,6 +168,7 @@ class FoundPlans:
     refused: tuple[tuple[str, int], ...]
     goal: Goal = TOKENS
     of_batches: tuple[Candidate, ...] = ()
+    rows: tuple[int, ...] = ()
 
     def fitting(self) -> tuple[Candidate, ...]:
         """The best plans. Raises PlanError if none fits, with the nearest and the smallest cluster that would do."""

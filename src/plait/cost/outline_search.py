@@ -139,10 +139,14 @@ def _look(
     is, and if none does, for the plan that comes nearest."""
     worth = {rows: kept.goal.worth(rows, False) for space in spaces for rows in space.rows}
 
+    of_micro: dict[tuple[Parallelism, int], float] = {}  # what a microbatch takes depends on its own rows alone
+
     def floor_of(space: PlanSpace, outline: Parallelism, rows: int) -> float:
-        relief = evaluator.relief(outline, rows) if space.allows_budget(outline) else ()
-        saved = relief[-1][1] if relief else 0.0
-        return outline.num_micro * (evaluator.cells(outline, rows).seconds - saved) / rows / worth[rows]
+        key = outline.having(num_micro=1), rows // outline.num_micro
+        if key not in of_micro:
+            relief = evaluator.relief(*key) if space.allows_budget(outline) else ()
+            of_micro[key] = evaluator.cells(*key).seconds - (relief[-1][1] if relief else 0.0)
+        return outline.num_micro * of_micro[key] / rows / worth[rows]
 
     outlines = [
         (floor_of(space, outline, rows), index, rows, outline)
@@ -181,8 +185,9 @@ def _look(
             full.append((what, scan(what, outlines, homes, False), homes))
     if kept.best == math.inf:
         return _find_nearest(evaluator, spaces, outlines, kept, memory, tell)
-    for what, too_large, homes in full:
-        scan(what, too_large, homes, True)
+    _, best_rows = min((score, each) for each, (score, _) in kept.of_batches.items())
+    for what, too_large, homes in full:  # for why strategies lost against the best plan, with its batch
+        scan(what, [each for each in too_large if each[2] == best_rows], homes, True)
 
 
 def _find_nearest(

@@ -81,6 +81,7 @@ def search(
         cluster, limit, _with_reasons(_one_a_mesh(ranked)), _with_reasons(_front(ranked)),
         tuple(sorted((each for each in lost if each is not None), key=lambda each: each.name)),
         None, 0, kept.num, judge.num, judge.refusals(), goal, _of_batches(ranked) if goal.to_loss else (),
+        rows,
     )  # fmt: skip
 
 
@@ -106,7 +107,8 @@ def _nothing_fits(
     nearest = judge.judge(step.choice.how, each)
     enough = devices_enough(evaluator, cluster, rows, limits, judge.memory)
     return FoundPlans(
-        cluster, judge.memory, (), (), (), nearest, enough, kept.num, judge.num, judge.refusals(), kept.goal
+        cluster, judge.memory, (), (), (), nearest, enough, kept.num, judge.num, judge.refusals(), kept.goal,
+        rows=rows,
     )  # fmt: skip
 
 

@@ -47,6 +47,8 @@ _HOMES = (
 )
 _PER_ELEMENT = {"none": (4.0, 8.0), "int8": (1 + 4 / 256, 12.0), "int4": (0.5 + 4 / 256, 12.0)}  # sent, and kept
 
+_MOST_SIZES = 10  # of the batch
+
 # Keys of which fewer words are searched than a plan may have.
 _SEARCHED_WORDS = {"schedule": SCHEDULES, "recompute": ("none", "layer", "budget"), "compress": tuple(_PER_ELEMENT)}
 
@@ -328,10 +330,16 @@ def divisors(number: int) -> list[int]:
 
 
 def batch_sizes(low: int, high: int) -> tuple[int, ...]:
-    """Sizes of the batch to try: the lower one, doubled while it is below the upper one, and that."""
+    """Sizes of the batch to try: the lower one, doubled while it is below the upper one, and that.
+
+    The steps of a range whose ends are more than 512 times apart are larger powers of two: there are ten sizes at most.
+    """
+    factor = 2
+    while low * factor ** (_MOST_SIZES - 2) * 2 < high:
+        factor *= 2
     found = [low]
-    while found[-1] * 2 <= high:
-        found.append(found[-1] * 2)
+    while found[-1] * factor <= high:
+        found.append(found[-1] * factor)
     return tuple(dict.fromkeys([*found, high]))
 
 

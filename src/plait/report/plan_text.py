@@ -17,6 +17,8 @@ def describe_plans(found: FoundPlans, command: str, measure: str = "") -> str:
     why = "as given" if given else f"{USABLE:.0%} of the device's, the rest for the driver and for communicators"
     lines = [f"{cluster.name}: {cluster.num_devices} x {device.name}, {human_bytes(found.memory)} each ({why})"]
     lines.append(f"{found.num_rough:,} plans by closed forms, {found.num_simulated} simulated")
+    if len(found.rows) > 1:
+        lines.append(f"of batches of {', '.join(map(str, found.rows[:-1]))} and {found.rows[-1]} rows")
     lines += [f"  {count} refused: {reason}" for reason, count in found.refused]
     lines += _goal(found, measure) if found.goal.to_loss else []
     if not found.best:

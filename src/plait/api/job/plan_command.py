@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plait.api.job.config import Config, load_config
 from plait.api.job.metrics import measured_noise
@@ -18,10 +18,13 @@ from plait.cost.outline_search import Progress
 from plait.cost.plan_evaluator import PlanEvaluator
 from plait.cost.plan_search import search
 from plait.cost.shape_evaluator import ShapeEvaluator
-from plait.errors import PlanError
+from plait.errors import DataError, PlanError
 from plait.plan.plan import Plan
 from plait.plan.plan_space import Limits, batches_of, memory_of
 from plait.spec.cluster import Cluster
+
+if TYPE_CHECKING:
+    from plait.api.plan_model import ModelEvaluator  # needs torch, and a [shape] does not
 
 
 def plan_config(
@@ -57,7 +60,8 @@ def plan_config(
         rows = config.train.batch_size
         if wanted.to_loss:
             wanted = replace(wanted, steps=config.train.steps, of_rows=rows)
-        evaluator = _of_job(config, cluster := find())
+        evaluator = _of_job(config, max(sizes, default=rows), find)
+        cluster = evaluator.cluster
     with _progress_bar() as progress:
         return search(evaluator, cluster, sizes or (rows,), allowed, limit, progress, goal=wanted)
 
@@ -94,22 +98,37 @@ def how_to_measure(path: Path) -> str:
     return f"plait train {path} --set train.noise_every=5, then add --noise-scale {out}"
 
 
-def _of_job(config: Config, cluster: Cluster) -> PlanEvaluator:
+def _of_job(config: Config, most_rows: int, find: Callable[[], Cluster]) -> ModelEvaluator:
+    """The job's model on the cluster that is found, with batches of up to so many rows."""
     from plait.api.job.from_config import check_job, first_batch, make_data, optimizer_factory
     from plait.api.job.memory_command import make_model_without_values
     from plait.api.plan_model import ModelEvaluator
+    from plait.compile.capture.batch import map_batch
 
     check_job(config, Plan(), writes=False)
     model, loss_fn = make_model_without_values(config)
     data = make_data(config)
 
-    def batch_of(rows: int) -> Any:
-        train = config.train.model_copy(update={"batch_size": rows})
-        return first_batch(config.model_copy(update={"train": train}), data)
+    if most_rows > len(data.train):
+        raise DataError(
+            f"--batch: a batch of {most_rows} rows has more than the {len(data.train)} items that data.source ="
+            f" {config.data.source!r} has to train on; give a range that ends below"
+        )
+    own, given = first_batch(config, data), config.train.batch_size
 
-    return ModelEvaluator(
-        model, loss_fn, batch_of, config.train.batch_size, cluster, optimizer_factory(config), config.layouts, True
-    )
+    def batch_of(rows: int) -> Any:
+        """Of another size the shapes alone, which are what is simulated."""
+        if rows == given:
+            return own
+        return map_batch(lambda _, leaf: _with_rows(leaf, rows), own)
+
+    return ModelEvaluator(model, loss_fn, batch_of, given, find(), optimizer_factory(config), config.layouts, True)
+
+
+def _with_rows(leaf: Any, rows: int) -> Any:
+    """A tensor of a batch without values, with another number of rows; other leaves as they are."""
+    shape = getattr(leaf, "shape", ())
+    return leaf.new_empty((rows, *shape[1:]), device="meta") if shape else leaf
 
 
 def line_to_run(found: FoundPlans, path: Path, cluster: str, changes: Sequence[str] = ()) -> str:
