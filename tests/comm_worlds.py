@@ -43,7 +43,7 @@ def run(transport: str, num_ranks: int | Mesh, fn: Fn) -> list[Any]:
     algorithm = algorithm or "backend"
     if kind in ("threads", "strict"):
         return run_ranks(mesh, fn, algorithm=algorithm, strict=kind == "strict")
-    context = _forkserver()
+    context = forkserver()
     port = free_port()
     pipes, processes = [], []
     for rank in range(mesh.size):
@@ -110,7 +110,7 @@ class Script:
     def __init__(self, source: str, rank: int, size: int, port: int, folder: Path) -> None:
         self._out, self._complaints = folder / f"{rank}.out", folder / f"{rank}.err"
         arguments = (source, environment(rank, size, port), str(self._out), str(self._complaints))
-        self.process = _forkserver().Process(target=_run_script, args=arguments)
+        self.process = forkserver().Process(target=_run_script, args=arguments)
         self.process.start()
 
     def wait_ready(self) -> None:
@@ -144,8 +144,8 @@ def _run_script(source: str, variables: dict[str, str], out: str, complaints: st
     sys.stdout.flush()
 
 
-class ForkedRank:
-    """In place of the subprocess.Popen of `plait.comm.launch`: a rank that finds torch and plait imported.
+class ForkedPlait:
+    """In place of the subprocess.Popen of `python -m plait`: a launcher or a rank that finds torch and plait imported.
 
     Its parent is the process that forks; all else is as that starts it."""
 
@@ -154,7 +154,7 @@ class ForkedRank:
         outputs = [f"/proc/{os.getpid()}/fd/{number}" for number in (1, 2)]
         here, there = multiprocessing.Pipe(duplex=False)
         arguments = (there, command[3:], env, os.getcwd(), outputs)
-        self._process = _forkserver().Process(target=_run_plait, args=arguments)
+        self._process = forkserver().Process(target=_run_plait, args=arguments)
         self._process.start()
         there.close()
         here.recv()  # its session is there: it can be sent signals
@@ -177,7 +177,9 @@ def _run_plait(ready: Any, arguments: list[str], variables: dict[str, str], fold
         os.dup2(opened, number)
         os.close(opened)
     os.environ.clear()
-    os.environ |= {**variables, "PLAIT_LAUNCHER": str(os.getppid())}
+    os.environ |= variables
+    if "PLAIT_LAUNCHER" in variables:  # of a rank: what it ends with
+        os.environ["PLAIT_LAUNCHER"] = str(os.getppid())
     sys.argv = ["plait", *arguments]
     ready.send(None)
     ready.close()
@@ -188,7 +190,8 @@ def _run_plait(ready: Any, arguments: list[str], variables: dict[str, str], fold
 
 
 @functools.cache
-def _forkserver() -> Any:
+def forkserver() -> Any:
+    """What starts processes as forks of one that has imported torch and plait."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["plait.comm.process_world", "plait.comm.stop_vote", "plait.api.trainer", "pytest", "forked"]

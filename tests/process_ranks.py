@@ -18,6 +18,7 @@ import plait
 from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.comm.failure import guard
 from plait.comm.protocol import World
+from plait.engine.compiler import Captures, Compiler
 from plait.errors import LossError, PlanError
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -37,19 +38,31 @@ def gpt(seed: int = 0, layers: int = 1) -> BytesGPT:
     return BytesGPT(layers, width=32, heads=4, sequence=16)
 
 
+@functools.cache
+def captures() -> Captures:
+    """Of `gpt()`; the process that ranks are forked from has captured batches of 8 and of 12 rows."""
+    return Captures(gpt(), loss_fn)
+
+
+def trainer_of(plan: str, world: World | None = None) -> plait.Trainer:
+    """A Trainer of `gpt()` for ranks that need not each capture it."""
+    compiler = Compiler(captures(), plait.Plan.parse(plan))
+    return plait.Trainer(compiler.model, loss_fn, ADAMW, plan, world=world, compiler=compiler)
+
+
 def text(world: World) -> str:
     return " ".join(f"{axis}={size}" for axis, size in world.mesh.axes if size > 1)
 
 
 def state_is_dtensors(world: World) -> dict[str, Any]:
     """Two steps under one plan; what the state looks like, and the whole model."""
-    trainer = plait.Trainer(gpt(), loss_fn, ADAMW, text(world), world=world)
+    trainer = trainer_of(text(world), world)
     losses = [float(trainer.step(batch(seed=i))) for i in range(2)]
     state = trainer.state_dict()
     model = state["model"]
     moments = state["optimizer"]["state"]["blocks.0.up.weight"]["exp_avg"]
     whole = trainer.full_state_dict()
-    again = plait.Trainer(gpt(1), loss_fn, ADAMW, text(world), world=world)
+    again = trainer_of(text(world), world)
     again.load_state_dict(state)
     again.prepare(batch())
     same = all(torch.equal(a, b) for a, b in zip(again.full_state_dict().values(), whole.values(), strict=True))
@@ -65,7 +78,7 @@ def state_is_dtensors(world: World) -> dict[str, Any]:
 
 
 def save(world: World, path: Path) -> list[float]:
-    trainer = plait.Trainer(gpt(), loss_fn, ADAMW, text(world), world=world)
+    trainer = trainer_of(text(world), world)
     for i in range(2):
         trainer.step(batch(seed=i))
     trainer.save(path, {"note": "two steps"})
@@ -73,7 +86,7 @@ def save(world: World, path: Path) -> list[float]:
 
 
 def resume(world: World, path: Path) -> list[float]:
-    trainer = plait.Trainer(gpt(3), loss_fn, ADAMW, text(world), world=world)
+    trainer = trainer_of(text(world), world)
     trainer.prepare(batch())
     assert trainer.load(path) == {"note": "two steps"}
     assert trainer.step_number == 2
@@ -112,12 +125,12 @@ def loader_and_global_batches(world: World) -> list[float]:
             return {"x": rows[i, :-1], "y": rows[i, 1:]}
 
     local = plait.loader(Rows(), batch_size=8, shuffle=False, world=world, plan=text(world))
-    trainer = plait.Trainer(gpt(), loss_fn, ADAMW, text(world), world=world)
+    trainer = trainer_of(text(world), world)
     losses = []
     for part in local:
         assert isinstance(part, plait.LocalBatch)
         losses.append(float(trainer.step(part)))
-    other = plait.Trainer(gpt(), loss_fn, ADAMW, text(world), world=world)
+    other = trainer_of(text(world), world)
     whole = [
         float(other.step({"x": b[:, :-1], "y": b[:, 1:]})) for (b,) in DataLoader(TensorDataset(rows), batch_size=8)
     ]
@@ -282,7 +295,7 @@ def refused_elsewhere(world: World) -> str:
 
 
 def wire_bytes(world: World) -> tuple[int, int]:
-    trainer = plait.Trainer(gpt(), loss_fn, ADAMW, text(world), world=world)
+    trainer = trainer_of(text(world), world)
     trainer.step(batch())
     before = world.comm("data").links.total()
     trainer.step(batch())
@@ -300,7 +313,7 @@ def whole_state(trainer: plait.Trainer) -> dict[str, Any]:
 
 
 def save_state(world: World, plan: str, path: Path) -> dict[str, Any]:
-    trainer = plait.Trainer(gpt(), loss_fn, ADAMW, plan, world=world)
+    trainer = trainer_of(plan, world)
     for i in range(2):
         trainer.step(batch(12, seed=i))
     trainer.save(path, wait=False)
@@ -311,7 +324,7 @@ def save_state(world: World, plan: str, path: Path) -> dict[str, Any]:
 
 
 def load_state(world: World, plan: str, path: Path, again: Path) -> dict[str, Any]:
-    trainer = plait.Trainer(gpt(4), loss_fn, ADAMW, plan, world=world)
+    trainer = trainer_of(plan, world)
     trainer.prepare(batch(12))
     trainer.load(path)
     found = whole_state(trainer)
@@ -339,7 +352,7 @@ def train_until(folder: str, plan: str, steps: int) -> None:
     Every rank writes what it did: step, loss, and the rows it saw.
     """
     rows = TensorDataset(symbols(rows=48))
-    trainer = plait.Trainer(gpt(), loss_fn, ADAMW, plan)
+    trainer = trainer_of(plan)
     data = plait.loader(rows, batch_size=8, seed=1, plan=plan, collate=_numbered)
     trainer.prepare(next(iter(plait.loader(rows, batch_size=8, seed=1, plan=plan, collate=_numbered))))
     if list(Path(folder).glob("step-*/manifest.json")):
@@ -396,7 +409,7 @@ def central_storage(world: World) -> dict[str, Any]:
 
 def train_guarded(folder: str, plan: str) -> None:
     """Save the second step, then go on until something fails."""
-    trainer = plait.Trainer(gpt(), loss_fn, ADAMW, plan)
+    trainer = trainer_of(plan)
     with guard(trainer.world):
         for step in itertools.count():
             trainer.step(batch(12, seed=step))

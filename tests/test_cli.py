@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from comm_worlds import ForkedRank
+from comm_worlds import ForkedPlait
 from metrics_file import read_metrics
 from typer.testing import CliRunner
 
@@ -53,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def _forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(Popen=ForkedRank))
+    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(Popen=ForkedPlait))
 
 
 def plait(*arguments: str) -> subprocess.Popen[str]:
@@ -110,7 +110,8 @@ def test_only_one_rank_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert first_to_fail()
 
 
-def test_run_shows_the_first_exception_once(folder: Path) -> None:
+@pytest.mark.usefixtures("_forked_ranks")
+def test_run_shows_the_first_exception_once(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (folder / "script.py").write_text(
         "import os, sys, time\n"
         "print('arguments', sys.argv[1:], os.environ['PLAIT_PLAN'], flush=True)\n"
@@ -118,9 +119,9 @@ def test_run_shows_the_first_exception_once(folder: Path) -> None:
         "time.sleep(60)\n"
     )
     start = time.monotonic()
-    process = plait("run", "script.py", "--plan", "data=2", "--lr", "3")
-    out, error = process.communicate()
-    assert process.returncode == 1 and time.monotonic() - start < 40
+    launcher = CliRunner().invoke(app, ["run", "script.py", "--plan", "data=2", "--lr", "3"])
+    out, error = capfd.readouterr()
+    assert launcher.exit_code == 1 and time.monotonic() - start < 40
     assert "arguments ['--lr', '3'] data=2" in out
     assert error.count("ValueError: boom") == 2 and error.count("Traceback") == 1
     assert error.rstrip().endswith("plait: rank 1 failed: ValueError: boom")
@@ -262,7 +263,9 @@ def test_a_run_below_a_file_is_refused_before_it_starts(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
-def test_ctrl_c_before_training_begins_is_one_line(folder: Path, processes: str) -> None:
+def test_ctrl_c_before_training_begins_is_one_line(
+    folder: Path, processes: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     (folder / "slow.py").write_text(
         "import os, pathlib, time\n"
         "import torch\n"
@@ -273,16 +276,16 @@ def test_ctrl_c_before_training_begins_is_one_line(folder: Path, processes: str)
         "    return [{'x': torch.zeros(16, dtype=torch.long), 'y': torch.zeros(16, dtype=torch.long)}] * 40\n"
     )
     (folder / "job.toml").write_text(SMALL.replace("text.txt", "slow:make"))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "plait", "train", "job.toml", "--processes", processes],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "plait", "train", "job.toml", "--processes", processes]
+    process = ForkedPlait(command, {**os.environ}, start_new_session=True)
+    assert process.pid is not None
     built = [folder / f"built.{rank}" for rank in range(int(processes))]
     while process.poll() is None and not all(file.exists() for file in built):
         time.sleep(0.05)
-    assert process.poll() is None, process.communicate()
+    assert process.poll() is None, capfd.readouterr()
     os.killpg(process.pid, signal.SIGINT)
-    out, error = process.communicate()
+    process.wait()
+    out, error = capfd.readouterr()
     assert (process.returncode, error) == (128 + signal.SIGINT, "plait: stopped by Ctrl-C\n"), out
 
 

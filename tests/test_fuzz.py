@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from comm_worlds import forkserver
 from fuzz import grammar, plans, texts
 from fuzz.grammar import Layer, Spec, block
 from fuzz.outcome import Checker, Outcome, classify, without_values
@@ -119,10 +120,10 @@ def test_a_run_says_what_it_found() -> None:
 
 
 def test_a_child_that_dies_is_replaced() -> None:
-    worker = Worker(limit=60.0)
+    worker = Worker(limit=60.0, context=forkserver())
     try:
         worker._start()
-        worker._process.kill()  # before it has imported anything
+        worker._process.kill()  # before it is asked anything
         worker._process.join()
         found = worker.check(PLAIN, ["micro=2", "pipeline=2 micro=2", "micro=2"])
         assert next(found).kind == "verified"

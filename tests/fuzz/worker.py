@@ -23,8 +23,9 @@ START_SECONDS = 120.0  # to import torch and to take a model, on a busy machine
 class Worker:
     """The parent's end of a child process, which is started when it is needed, and again when it is gone."""
 
-    def __init__(self, limit: float, compiler: str = "") -> None:
+    def __init__(self, limit: float, compiler: str = "", context: Any = None) -> None:
         self.limit = limit
+        self._context = context or multiprocessing.get_context("spawn")
         self._compiler = compiler
         self._folder = tempfile.TemporaryDirectory(prefix="fuzz-")
         self._process: Any = None
@@ -69,9 +70,8 @@ class Worker:
 
     def _start(self) -> None:
         self._end()
-        context = multiprocessing.get_context("spawn")
-        self._line, theirs = context.Pipe()
-        self._process = context.Process(
+        self._line, theirs = self._context.Pipe()
+        self._process = self._context.Process(
             target=serve, args=(theirs, self._folder.name, self.limit, self._compiler), daemon=True
         )
         self._process.start()
