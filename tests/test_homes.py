@@ -23,7 +23,7 @@ from plait.backends.eager.passes import eager_graphs
 from plait.backends.eager.rewrites import offload_ops
 from plait.backends.eager.rewrites.bucket_gradients import bucket_wait
 from plait.comm.device import page_memory
-from plait.comm.thread_world import run_ranks
+from plait.comm.thread_world import alone, run_ranks
 from plait.engine import optimizer_step
 from plait.engine.compiler import Captures, Compiler
 from plait.errors import HomeError
@@ -48,8 +48,19 @@ def in_memory(optimizer: Any = ADAMW) -> tuple[list[float], dict[str, Tensor]]:
     return trained("", optimizer)
 
 
+@functools.cache
+def captures() -> Captures:
+    return Captures(gpt(layers=1), loss_fn)
+
+
+def trainer_of(plan: str, optimizer: Any = ADAMW, **options: Any) -> Trainer:
+    """On one device; all of them share the captured step."""
+    compiler, world = Compiler(captures(), plait.Plan.parse(plan)), alone(plait.Plan.parse(plan).mesh)
+    return Trainer(compiler.model, loss_fn, optimizer, plan, world=world, compiler=compiler, **options)
+
+
 def trained(plan: str, optimizer: Any = ADAMW, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
-    trainer = Trainer(gpt(layers=1), loss_fn, optimizer, plan, **options)
+    trainer = trainer_of(plan, optimizer, **options)
     losses = [float(trainer.step(gpt_batch())) for _ in range(3)]
     weights = trainer.full_state_dict()
     trainer.close()
@@ -105,7 +116,7 @@ def test_an_optimizer_sees_one_step() -> None:
         optimizer.register_step_post_hook(lambda *_: calls.append("post"))
         return optimizer
 
-    trainer = Trainer(gpt(layers=1), loss_fn, make, "home.optimizer=disk")
+    trainer = trainer_of("home.optimizer=disk", make)
     losses = [float(trainer.step(gpt_batch())) for _ in range(3)]
     assert trainer.optimizer is not None
     assert [group["num"] for group in trainer.optimizer.param_groups] == [3, 3]
@@ -117,8 +128,7 @@ def test_an_optimizer_sees_one_step() -> None:
 
 
 def test_no_state_is_left_in_memory_and_all_can_be_had() -> None:
-    inside = Trainer(gpt(layers=1), loss_fn, ADAMW, "")
-    outside = Trainer(gpt(layers=1), loss_fn, ADAMW, "home.optimizer=disk")
+    inside, outside = trainer_of(""), trainer_of("home.optimizer=disk")
     for trainer in (inside, outside):
         trainer.step(gpt_batch())
     assert inside.optimizer is not None and outside.optimizer is not None
@@ -200,7 +210,8 @@ def test_what_microbatches_in_flight_keep_is_on_disk() -> None:
 
     plan = plait.Plan.parse("pipeline=2 micro=6 schedule=gpipe home.activations=disk")
     compiler = Compiler(Captures(gpt(), loss_fn), plan)
-    kept = [plait.memory(gpt(), loss_fn, gpt_batch(12), "pipeline=2 micro=6 schedule=gpipe").rank(n) for n in (0, 1)]
+    memory = plait.memory(gpt(), loss_fn, gpt_batch(12), "pipeline=2 micro=6 schedule=gpipe")
+    kept = [memory.rank(number) for number in (0, 1)]
     (first, read), (last, read_last) = run_ranks(plan.mesh, moved)
     assert first == read and last == read_last
     assert first >= 0.9 * kept[0].saved and last >= 0.9 * kept[1].saved * 5 / 6
@@ -226,7 +237,7 @@ def test_an_overflow_among_gradients_that_have_left_skips_the_step() -> None:
 
 
 def test_evaluates_from_disk() -> None:
-    inside, outside = (Trainer(gpt(layers=1), loss_fn, ADAMW, plan) for plan in ("", ALL))
+    inside, outside = trainer_of(""), trainer_of(ALL)
     for trainer in (inside, outside):
         trainer.step(gpt_batch())
     assert inside.evaluate(gpt_batch()) == outside.evaluate(gpt_batch())
@@ -234,7 +245,7 @@ def test_evaluates_from_disk() -> None:
 
 def test_the_host_is_the_device_on_cpu() -> None:
     plan = plait.Plan.parse("home.parameters=host home.optimizer=host home.activations=host")
-    graph = eager_graphs(Compiler(Captures(gpt(), loss_fn), plan).compiled(gpt_batch()).program)["alone"]
+    graph = eager_graphs(Compiler(captures(), plan).compiled(gpt_batch()).program)["alone"]
     assert [node for node in graph.nodes if node.name == offload_ops.OFFLOAD] == []
     assert_same(in_memory(), trained(str(plan)))
 
@@ -290,7 +301,7 @@ def test_a_file_cannot_be_larger_than_its_disk(tmp_path: Path) -> None:
 def test_a_disk_that_fails_is_named_and_a_save_still_loads(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = Trainer(gpt(), loss_fn, ADAMW, "home.optimizer=disk", scratch=tmp_path)
+    trainer = trainer_of("home.optimizer=disk", scratch=tmp_path)
     trainer.step(gpt_batch())
 
     def broken(*_: Any) -> int:

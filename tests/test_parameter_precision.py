@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait
+from plait.api.memory import Estimator
 from plait.api.trainer import Trainer
 from plait.api.verify import Verifier
 from plait.backends.eager.passes import eager_graphs
@@ -201,10 +202,16 @@ def test_a_small_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.first_bad is not None and report.first_bad.name == "layers.0.up.weight"
 
 
-def explain(plan: str, model: nn.Module | None = None, rows: int = 8) -> Explanation:
+@functools.cache
+def captures_of_a_layer(half: bool = False) -> Captures:
+    model = Llama(layers=1)
+    return Captures(model.bfloat16() if half else model, loss_fn)
+
+
+def explain(plan: str, half: bool = False, rows: int = 8) -> Explanation:
     parsed = Plan.parse(plan)
     part = microbatches(words(rows), parsed.micro)[0]
-    return explanation(Compiler(Captures(model or Llama(layers=1), loss_fn), parsed).compiled(part))
+    return explanation(Compiler(captures_of_a_layer(half), parsed).compiled(part))
 
 
 def num_bytes(plan: str) -> Counter[str]:
@@ -236,16 +243,16 @@ def test_parameters_are_gathered_in_half_the_bytes_and_gradients_scattered_as_re
 )
 def test_gradients_of_norms_travel_in_the_bucket_of_the_others(plan: str, expected: list[str]) -> None:
     """A kernel accumulates those of norms in float32: they would be sent by themselves, in every microbatch."""
-    for text, model in ((plan, Llama(layers=1).bfloat16()), (f"{plan} {HALF}", Llama(layers=1))):
-        found = [each.kind for each in explain(text, model, rows=12).collectives if each.phase != "forward"]
+    for text, half in ((plan, True), (f"{plan} {HALF}", False)):
+        found = [each.kind for each in explain(text, half, rows=12).collectives if each.phase != "forward"]
         assert found == expected, text
 
 
 def test_activations_are_half_as_large() -> None:
     with torch.device("meta"):
         model = Llama(width=64, inner=224, norm=LlamaNorm)
-    estimate = functools.partial(plait.memory, model, loss_fn, words(rows=4, length=65))
-    wide, autocast, half = (estimate(plan).fullest.saved for plan in ("", "precision=bf16", HALF))
+    estimator = Estimator(model, loss_fn, words(rows=4, length=65))
+    wide, autocast, half = (estimator.estimate(Plan.parse(p)).fullest.saved for p in ("", "precision=bf16", HALF))
     softmax = 4 * 64 * 64 * 4  # bytes, of the loss: float32 under every plan
     assert half - softmax == pytest.approx((wide - softmax) / 2, rel=0.02)
     assert half < 0.9 * autocast
@@ -254,7 +261,7 @@ def test_activations_are_half_as_large() -> None:
 def test_microbatches_add_gradients_in_place_as_they_are_computed() -> None:
     """In float32, without a float32 copy of each."""
     plan = Plan.parse(f"micro=3 {HALF}")
-    program = Compiler(Captures(Llama(layers=1), loss_fn), plan).compiled(words(3)).program
+    program = Compiler(captures_of_a_layer(), plan).compiled(words(3)).program
     for name in ("middle", "last"):
         sums = [n for n in eager_graphs(program)[name].nodes if info_of(n).kind == "sum"]
         assert {n.meta["val"].dtype for n in sums} == {torch.float32}
