@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_verify import gpt, gpt_batch, image_batch, image_loss
+from test_verify import gpt as gpt_of
+from test_verify import gpt_batch, image_batch, image_loss
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -35,6 +36,10 @@ pytestmark = pytest.mark.xdist_group("agreeing")  # plans share what is captured
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+def gpt() -> nn.Module:
+    return gpt_of(layers=1, width=32)
 
 
 # ---- when
@@ -186,7 +191,7 @@ def test_a_tensor_of_integers_has_no_mean() -> None:
 
 @functools.cache
 def verifier() -> plait.Verifier:
-    return plait.Verifier(gpt(layers=1, width=32), loss_fn, gpt_batch(12), steps=5, optimizer=ADAMW)
+    return plait.Verifier(gpt(), loss_fn, gpt_batch(12), steps=5, optimizer=ADAMW)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +233,7 @@ def test_weighted_losses_batch_norm_and_clipping() -> None:
         keep = (batch["y"] < 200).flatten()
         return plait.Weighted((loss * keep).sum(), keep.sum())
 
-    gpts = plait.Verifier(gpt(layers=1, width=32), weighted, gpt_batch(8), steps=3, optimizer=ADAMW, clip_norm=0.1)
+    gpts = plait.Verifier(gpt(), weighted, gpt_batch(8), steps=3, optimizer=ADAMW, clip_norm=0.1)
     for plan in ("data=2 compress=int8", "data=2 sync=2 outer=nesterov"):
         report = gpts.verify(plan)
         assert report.ok, report
@@ -454,7 +459,7 @@ def test_memory_and_explanation_are_those_of_a_replica() -> None:
         return estimator.estimate(Plan.parse(plan)).peak
 
     num = sum(p.numel() for p in gpt().parameters())
-    alone = plait.memory(gpt(), loss_fn, gpt_batch(4), "", optimizer=ADAMW).peak
+    alone = Estimator(gpt(), loss_fn, gpt_batch(4), ADAMW).estimate(Plan()).peak
     assert peak("data=2 sync=8") == alone
     assert peak("data=2 sync=8 outer=nesterov") == alone + 8 * num
     assert peak("data=2 sync=8 compress=int8") == alone + 12 * num
