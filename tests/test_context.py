@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections import Counter
@@ -20,7 +19,10 @@ from plait.comm.protocol import World
 from plait.engine.compiler import Captures, Compiler
 from plait.errors import BatchError, PlanError
 from plait.plan.plan import Plan
+from plait.report.explanation import Explanation, explanation
 from plait.spec.batch_spec import BatchSpec
+
+pytestmark = pytest.mark.xdist_group("context")  # plans share what is captured
 
 LENGTH, VOCABULARY = 24, 32
 
@@ -95,10 +97,19 @@ def padded() -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def causal() -> plait.Verifier:
-    return plait.Verifier(model(), shifted_loss, tokens())
+    return verifier_of()
 
 
-@pytest.mark.xdist_group("context")
+@functools.cache
+def verifier_of(**options: Any) -> plait.Verifier:
+    return plait.Verifier(model(**options), shifted_loss, tokens())
+
+
+def explained(plan: str, captures: Captures | None = None, batch: Tensor | None = None) -> Explanation:
+    found = Compiler(captures or verifier_of().captures, Plan.parse(plan))
+    return explanation(found.compiled(tokens() if batch is None else batch))
+
+
 @pytest.mark.parametrize(
     "plan",
     [
@@ -114,7 +125,6 @@ def test_numbers_are_those_of_one_device(plan: str, causal: plait.Verifier) -> N
     assert report.ok, report
 
 
-@pytest.mark.xdist_group("context")
 @pytest.mark.parametrize(
     ("options", "plan"),
     [
@@ -124,7 +134,7 @@ def test_numbers_are_those_of_one_device(plan: str, causal: plait.Verifier) -> N
     ],
 )
 def test_few_key_heads_and_no_causal_mask(options: dict[str, Any], plan: str) -> None:
-    report = plait.verify(model(**options), shifted_loss, tokens(), plan)
+    report = verifier_of(**options).verify(plan)
     assert report.ok, report
 
 
@@ -137,7 +147,6 @@ def biased_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(found.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-@pytest.mark.xdist_group("context")
 @pytest.mark.parametrize(("loss", "batch"), [(masked_loss, padded), (biased_loss, tokens)])
 def test_masks_and_biases_of_heads_are_cut_with_the_queries_or_the_heads(loss: Any, batch: Any) -> None:
     verifier = plait.Verifier(model(), loss, batch())
@@ -168,18 +177,19 @@ class WrittenOut(Model):
 def test_attention_that_is_written_out_sees_gathered_keys_and_values() -> None:
     torch.manual_seed(0)
     made = WrittenOut().double()
-    report = plait.verify(made, shifted_loss, tokens(), "context=4", tolerance=1e-9)
+    verifier = plait.Verifier(made, shifted_loss, tokens())
+    report = verifier.verify("context=4", tolerance=1e-9)
     assert report.ok, report
-    found = plait.explain(made, shifted_loss, tokens(), "context=4")
+    found = explained("context=4", verifier.captures)
     sent = Counter(item.kind for item in found.collectives if item.phase == "forward" and item.tensor_bytes > 64)
     assert sent == {"all_gather": 2}
     with pytest.raises(PlanError, match="context.kind=ring finds no fused attention"):
-        plait.verify(made, shifted_loss, tokens(), "context=2 context.kind=ring")
+        verifier.verify("context=2 context.kind=ring")
 
 
 def collectives(plan: str, layers: int) -> Counter[tuple[str, str]]:
     """The number of collectives of activations of a step, by phase and kind."""
-    found = plait.explain(model(layers=layers), shifted_loss, tokens(), plan).collectives
+    found = explained(plan, verifier_of(layers=layers).captures).collectives
     return Counter((item.phase, item.kind) for item in found if not item.value[0].isdigit())
 
 
@@ -203,7 +213,7 @@ def test_what_a_layer_sends(plan: str, of_a_layer: dict[tuple[str, str], int]) -
 
 @pytest.mark.parametrize("plan", ["context=2 context.kind=ring", "context=4", "context=2 context.kind=gather"])
 def test_the_bytes_that_are_explained_are_sent(plan: str) -> None:
-    batch, compiler = tokens(), Compiler(Captures(model(), shifted_loss), Plan.parse(plan))
+    batch, compiler = tokens(), Compiler(verifier_of().captures, Plan.parse(plan))
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
 
     def rank(world: World) -> int:
@@ -213,9 +223,8 @@ def test_the_bytes_that_are_explained_are_sent(plan: str) -> None:
         trainer.step(batch)
         return world.comm("context").links.total()
 
-    explained = plait.explain(model(), shifted_loss, tokens(), plan).sent_bytes["context"]
     loss = 8 * 2  # summed once more for the result
-    assert abs(plait.run_ranks(Plan.parse(plan).mesh, rank)[0] - explained) <= loss
+    assert abs(plait.run_ranks(Plan.parse(plan).mesh, rank)[0] - explained(plan).sent_bytes["context"]) <= loss
 
 
 @pytest.mark.parametrize("plan", ["context=2 zero=1", "data=2 context=2 zero=2", "data=2 context=2 zero=3"])
@@ -223,7 +232,7 @@ def test_zero_cuts_states_over_all_ranks_that_have_them(plan: str, causal: plait
     """Ranks with parts of the same sequences have the same weights, as ranks with other rows do."""
     report = causal.verify(plan)
     assert report.ok, report
-    found = plait.explain(model(), shifted_loss, tokens(), plan)
+    found = explained(plan)
     mesh = found.program.plan.mesh
     for name, each in found.program.sharding.parameters.items():
         assert math.prod(each.state.local_shape(mesh)) * mesh.size == math.prod(each.state.shape), name
@@ -236,7 +245,6 @@ def test_bytes_of_activations_are_those_of_the_formula(kind: str) -> None:
     assert context.sent_bytes("long", kind, 4) == pytest.approx(context.formula_bytes("long", kind, 4), rel=0.02)
 
 
-@pytest.mark.xdist_group("context")
 @pytest.mark.parametrize(
     ("plan", "parts"),
     [("tensor=2 sequence=yes recompute=gathers", 2), ("tensor=4 sequence=yes recompute=gathers", 4),
@@ -342,9 +350,10 @@ def old_shift(model: nn.Module, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss", [late_shift, old_shift])
 def test_a_shift_after_the_model_sends_no_logits(loss: Any) -> None:
     batch = tokens(LENGTH)
-    report = plait.verify(model(), loss, batch, "context=2", tolerance=1e-9 if loss is late_shift else 1e-6)
+    verifier = plait.Verifier(model(), loss, batch)
+    report = verifier.verify("context=2", tolerance=1e-9 if loss is late_shift else 1e-6)
     assert report.ok, report
-    found = plait.explain(model(), loss, batch, "context=2").collectives
+    found = explained("context=2", verifier.captures, batch).collectives
     assert "all_gather" not in {item.kind for item in found}
     with pytest.raises(PlanError, match="context=2 does not divide the sequence of 23 positions.*pad it to 24"):
         plait.verify(model(), loss, tokens(LENGTH - 1), "context=2")
@@ -386,11 +395,13 @@ def test_a_kind_that_no_attention_can_have_is_refused() -> None:
 
 
 def test_an_evaluation_of_another_length() -> None:
-    batch, other, made = tokens(), tokens(LENGTH), model()
+    batch, other = tokens(), tokens(LENGTH)
+    compilers = {size: Compiler(verifier_of().captures, Plan.parse(f"context={size}")) for size in (1, 2)}
 
     def rank(world: World) -> tuple[float, float]:
-        make = lambda p: torch.optim.SGD(p, lr=0.0)  # noqa: E731
-        trainer = plait.Trainer(copy.deepcopy(made), shifted_loss, make, f"context={world.mesh.size}", world=world)
+        make, compiler = functools.partial(torch.optim.SGD, lr=0.0), compilers[world.mesh.size]
+        options: dict[str, Any] = {"world": world, "compiler": compiler}
+        trainer = plait.Trainer(compiler.model, shifted_loss, make, compiler.plan, **options)
         trainer.step(batch)
         return float(trainer.evaluate(other)), float(trainer.evaluate(batch))
 

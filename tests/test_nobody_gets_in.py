@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from comm_worlds import environment, free_port
+from comm_worlds import Script, environment, free_port
 from intruder import attack, below, is_loopback, listening, needs_proc, needs_root
 
 from plait.comm.private_folder import is_ours_alone, private_folder
@@ -142,14 +142,20 @@ def look_around(pids: list[int]) -> None:
 @needs_proc
 def test_ranks_that_meet_at_the_loopback_address_listen_there(folder: Path) -> None:
     port = free_port()
-    command = ["script.py"]
-    with (
-        running(command, lambda: True, PLAN="data=2", **environment(0, 2, port)) as first,
-        running(command, started(2), PLAN="data=2", **environment(1, 2, port)) as second,
-    ):
-        found = listening([*first, *second])
+    here = f"import os; os.chdir({str(folder)!r}); os.environ['PLAN'] = 'data=2'\n"
+    (folder / "output").mkdir()
+    scripts = [Script(here + SCRIPT, rank, 2, port, folder / "output") for rank in range(2)]
+    try:
+        while not started(2)():
+            assert all(script.process.is_alive() for script in scripts), [script.outcome() for script in scripts]
+            time.sleep(0.05)
+        found = listening([script.process.pid for script in scripts])
         assert ("127.0.0.1", port) in found
         assert [one for one in found if not is_loopback(one[0])] == []
+    finally:
+        for script in scripts:
+            script.process.kill()
+            script.process.join()
 
 
 def _variables(pid: int, name: str) -> list[str]:
