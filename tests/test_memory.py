@@ -17,6 +17,7 @@ from bench import context_memory
 from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.api.memory import Estimator
 from plait.compile.memory_meter import Meter
+from plait.compile.rank_program import RankProgram
 from plait.cost.memory_model import ACTIVATIONS, GRADIENTS, RankMemory, StateBytes, model_state_bytes, single_changes
 from plait.cost.transformer import TransformerShape
 from plait.cost.transformer_states import Owned, held_states
@@ -168,17 +169,27 @@ def rehearsed(
     rank: int = 0,
     captures: Captures | None = None,
 ) -> list[RankMemory]:
-    found, captures = [], captures or gpt_captures()
-    for plan in map(Plan.parse, plans):
-        program = Compiler(captures, plan).compiled(microbatches(ranks.batch(), plan.micro)[0]).program
-        device = torch.device("cpu")
+    found, captures, device = [], captures or gpt_captures(), torch.device("cpu")
+    for plan in plans:
+        program = program_of(plan, captures)
         found.append(dry_run(program, captures.model, ranks.batch(), optimizer, device, rank, shared_memory))
     return found
 
 
 @functools.cache
+def program_of(plan: str, captures: Captures) -> RankProgram:
+    compiler = Compiler(captures, Plan.parse(plan))
+    return compiler.compiled(microbatches(ranks.batch(), compiler.plan.micro)[0]).program
+
+
+@functools.cache
 def gpt_captures() -> Captures:
     return Captures(ranks.gpt(), loss_fn)
+
+
+@functools.cache
+def estimator() -> Estimator:
+    return Estimator(ranks.gpt(), loss_fn, ranks.batch(), ranks.ADAMW)
 
 
 @pytest.mark.parametrize(
@@ -239,8 +250,7 @@ def test_experts_that_get_the_same_number_of_rows_take_what_is_predicted() -> No
 def test_pipelines_take_what_is_predicted_of_every_rank() -> None:
     plans = ["pipeline=2 micro=8", "pipeline=2 micro=8 schedule=gpipe", "pipeline=2 micro=4 schedule=zb-v"]
     measured = run("shm", Plan.parse(plans[0]).mesh, functools.partial(ranks.peaks, plans=plans))
-    estimator = Estimator(ranks.gpt(), loss_fn, ranks.batch(), ranks.ADAMW)
-    found = [estimator.estimate(Plan.parse(plan)) for plan in plans]
+    found = [estimator().estimate(Plan.parse(plan)) for plan in plans]
     for rank in range(2):
         for plan, memory, each in zip(plans, measured[rank], found, strict=True):
             assert_as_predicted(memory, each.rank(rank), plan)
@@ -285,27 +295,29 @@ class Dropout(nn.Module):
 def test_activations_of_a_layer_of_korthikanti_et_al(heads: int, hidden: int, rows: int, sequence: bool) -> None:
     """The 22B and 530B models of table 5 over 8 ranks, with selective recomputation, as fused attention has it."""
     length, ranks = 2048, 8
-    tokens = torch.zeros(rows, length, dtype=torch.int64)
     split = " sequence=yes recompute=gathers" if sequence else ""
 
-    def saved(layers: int) -> int:
-        with torch.device("meta"):
-            model = BytesGPT(layers, hidden, heads, length)
-        for block in model.blocks:
-            block.drop = Dropout()
-        plan = f"tensor={ranks}{split} precision=bf16-params"
-        return plait.memory(model, loss_fn, {"x": tokens, "y": tokens}, plan).fullest.saved
-
+    plan = Plan.parse(f"tensor={ranks}{split} precision=bf16-params")
+    least, most = (deep(layers, heads, hidden, rows, length).estimate(plan).fullest.saved for layers in (1, 2))
     published = TransformerShape(2, hidden, heads, 256, length).activation_bytes(rows, ranks, sequence, SELECTIVE)
-    assert saved(2) - saved(1) == pytest.approx(published, rel=0.002)
+    assert most - least == pytest.approx(published, rel=0.002)
+
+
+@functools.cache
+def deep(layers: int, heads: int, hidden: int, rows: int, length: int) -> Estimator:
+    with torch.device("meta"):
+        model = BytesGPT(layers, hidden, heads, length)
+    for block in model.blocks:
+        block.drop = Dropout()
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    return Estimator(model, loss_fn, {"x": tokens, "y": tokens})
 
 
 def test_a_stage_that_is_too_large_is_named_with_a_cut_that_fits() -> None:
-    estimator = Estimator(ranks.gpt(), loss_fn, ranks.batch(), ranks.ADAMW)
     plan = Plan.parse("pipeline=2 micro=4 cut=head")
-    found = estimator.estimate(plan)
+    found = estimator().estimate(plan)
     limit = found.peak - 200_000
-    tried = estimator.until_it_fits(plan, limit)
+    tried = estimator().until_it_fits(plan, limit)
     text = verdict(found, limit, tried)
     assert "(pipeline=0 195.3 KiB too much)" in text
     assert "with cut=" in text and tried[-1].fits(limit)
