@@ -15,11 +15,14 @@ from torch import nn
 import plait
 from plait.api.job.gpt import BytesGPT
 from plait.api.job.gpt import loss_fn as gpt_loss
+from plait.api.memory import Estimator
 from plait.comm import sharing
 from plait.comm.thread_transport import ThreadComm
 from plait.comm.thread_world import run_ranks
 from plait.cost.memory_model import OPTIMIZER, PARAMETERS
+from plait.engine.compiler import Captures, Compiler
 from plait.errors import PlanError, RankFailed
+from plait.report.explanation import explanation
 from plait.spec.mesh import Mesh
 
 pytestmark = pytest.mark.xdist_group("checkpoints")  # trainers of tests/checkpointing.py share what is compiled
@@ -76,7 +79,8 @@ def test_gradients_are_all_that_is_sent() -> None:
     model = BytesGPT(layers=2, width=32, heads=4, sequence=16)
     symbols = torch.randint(0, 256, (8, 17))
     rows = {"x": symbols[:, :-1].contiguous(), "y": symbols[:, 1:].contiguous()}
-    central, zero = (plait.explain(model, gpt_loss, rows, f"data=2 {more}") for more in ("central=host", "zero=2"))
+    captures, plans = Captures(model, gpt_loss), ("data=2 central=host", "data=2 zero=2")
+    central, zero = (explanation(Compiler(captures, plait.Plan.parse(p)).compiled(rows)) for p in plans)
     assert {one.kind for one in central.collectives if one.sent_bytes > 100} == {"reduce_scatter"}
     assert central.sent_bytes["data"] == pytest.approx(zero.sent_bytes["data"] / 2, rel=0.01)
 
@@ -86,8 +90,9 @@ def test_memory_counts_each_rank_its_part(precision: str) -> None:
     torch.manual_seed(0)
     model = BytesGPT(layers=2, width=64, heads=4, sequence=8)
     rows = {key: torch.randint(0, 256, (8, 8)) for key in "xy"}
+    estimator = Estimator(model, gpt_loss, rows, ADAMW)
     found = {
-        more: plait.memory(model, gpt_loss, rows, f"data=2 precision={precision} {more}", optimizer=ADAMW)
+        more: estimator.estimate(plait.Plan.parse(f"data=2 precision={precision} {more}"))
         for more in ("zero=2", "central=host")
     }
     central, zero = (found[more].rank(0).most for more in ("central=host", "zero=2"))

@@ -16,6 +16,9 @@ from plait.comm.protocol import World
 from plait.compile.capture.loss_values import join_outputs, read_loss, results
 from plait.engine.compiler import Captures, Compiler
 from plait.errors import LossError
+from plait.report.explanation import explanation
+
+pytestmark = pytest.mark.xdist_group("outputs")  # plans share what is captured
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -82,10 +85,15 @@ PLANS = [
 ]  # fmt: skip
 
 
+@functools.cache
+def verifier(loss: Any) -> plait.Verifier:
+    torch.manual_seed(0)
+    return plait.Verifier(Net(), loss, batch())
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_same_as_on_one_device(plan: str) -> None:
-    loss = mean_loss if "micro=2" in plan else weighted_loss
-    report = plait.verify(Net(), loss, batch(), plan)
+    report = verifier(mean_loss if "micro=2" in plan else weighted_loss).verify(plan)
     assert report.ok, report
     assert {d.name for d in report.outputs} == set(mean_loss(Net(), batch())[1])
 
@@ -100,8 +108,10 @@ def test_no_weight_stays_whole_for_an_output() -> None:
 
     ids = torch.randint(64, (4, 6), generator=torch.Generator().manual_seed(0))
     plain = str(plait.explain(model, lambda m, b: token_loss(m, b)[0], ids, "tensor=2")).count("auto sharding: ")
-    assert str(plait.explain(model, token_loss, ids, "tensor=2")).count("auto sharding: ") == plain > 4
-    assert plait.verify(model, token_loss, ids, "tensor=2").ok
+    verifier = plait.Verifier(model, token_loss, ids)
+    page = str(explanation(Compiler(verifier.captures, plait.Plan.parse("tensor=2")).compiled(ids)))
+    assert page.count("auto sharding: ") == plain > 4
+    assert verifier.verify("tensor=2").ok
 
 
 def test_verify_says_which_output_differs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +122,8 @@ def test_verify_says_which_output_differs(monkeypatch: pytest.MonkeyPatch) -> No
 
 def on_ranks(plan: str, steps: Any, loss: Any = mean_loss) -> list[Any]:
     mesh = plait.Plan.parse(plan).mesh
-    compiler = Compiler(Captures(Net(), loss), plait.Plan.parse(plan).inner_plan)
+    captures = verifier(loss).captures if loss is mean_loss else Captures(Net(), loss)
+    compiler = Compiler(captures, plait.Plan.parse(plan).inner_plan)
 
     def rank(world: World) -> Any:
         return steps(Trainer(compiler.model, loss, SGD, plan, world=world, compiler=compiler))

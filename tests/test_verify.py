@@ -12,8 +12,10 @@ from zoo import ZOO
 
 import plait
 from plait.api.job.gpt import BytesGPT, loss_fn
+from plait.engine.compiler import Compiler
 from plait.errors import LayoutError, LossError, PlanError, RankFailed
 from plait.reference.differences import LAST_BITS, Report, RunResult, compare
+from plait.report.explanation import explanation
 
 SHARED = pytest.mark.xdist_group("verify")  # plans share what is captured; families are apart
 
@@ -58,9 +60,20 @@ def of_dropout() -> plait.Verifier:
 
 
 @pytest.mark.parametrize("plan", ["data=2 tensor=2", "data=8 allreduce=naive"])
+@SHARED
 def test_a_weighted_loss_is_exact_over_uneven_parts(plan: str) -> None:
-    report = plait.verify(gpt(), masked_loss, gpt_batch(), plan)
+    report = of_masked().verify(plan)
     assert report.ok, report
+
+
+@functools.cache
+def of_masked() -> plait.Verifier:
+    return plait.Verifier(gpt(), masked_loss, gpt_batch())
+
+
+@functools.cache
+def of_gpt() -> plait.Verifier:
+    return plait.Verifier(gpt(), loss_fn, gpt_batch())
 
 
 @pytest.mark.parametrize("plan", ["data=2", "tensor=2", "data=2 tensor=2"])
@@ -148,27 +161,35 @@ class Branches(nn.Module):
         return self.head(torch.cat([self.narrow(stem), self.wide(stem)], dim=1).mean((2, 3)))
 
 
-@pytest.mark.parametrize("plan", ["tensor=2", "data=2 tensor=2", "tensor=3"])
-def test_branches_run_on_different_ranks(plan: str) -> None:
+@functools.cache
+def of_branches() -> plait.Verifier:
     torch.manual_seed(0)
+    return plait.Verifier(Branches(), image_loss, image_batch())
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", "data=2 tensor=2", "tensor=3"])
+@SHARED
+def test_branches_run_on_different_ranks(plan: str) -> None:
     layouts = {"narrow.*": "only:tensor=0", "wide.*": "only:tensor=1", "head.*": "-"}
-    report = plait.verify(Branches(), image_loss, image_batch(), plan, layouts=layouts)
+    report = of_branches().verify(plan, layouts=layouts)
     assert report.ok, report
-    page = str(plait.explain(Branches(), image_loss, image_batch(), plan, layouts=layouts))
+    compiler = Compiler(of_branches().captures, plait.Plan.parse(plan), layouts)
+    page = str(explanation(compiler.compiled(image_batch())))
     assert "f32[10, 4, 5, 5] only:tensor=1" in page
 
 
+@SHARED
 def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check can fail: an all-reduce that forgets to add is caught, and the tensor named."""
     from plait.backends.eager.rewrites import bucket_gradients
 
     monkeypatch.setattr(bucket_gradients, "bucket_wait", bucket_gradients.bucket_wait)
-    right = plait.verify(gpt(), loss_fn, gpt_batch(), "data=2")
+    right = of_gpt().verify("data=2")
     assert right.ok
     from plait.comm import group
 
     monkeypatch.setitem(group.REDUCERS, "sum", torch.maximum)
-    wrong = plait.verify(gpt(), loss_fn, gpt_batch(), "data=2")
+    wrong = of_gpt().verify("data=2")
     assert not wrong.ok
     assert "NOT EQUAL" in str(wrong)
 
@@ -181,19 +202,19 @@ def test_sums_in_half_precision_that_stand_still_are_rounding() -> None:
 
 
 @pytest.mark.parametrize("plan", ["data=2 precision=bf16", "data=2 zero=2 micro=2 precision=bf16"])
+@SHARED
 def test_a_small_error_is_found_in_half_precision(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of gradients over ranks that are 12% too large."""
     from plait.comm import thread_transport
 
-    verifier = plait.Verifier(gpt(), loss_fn, gpt_batch())
-    assert verifier.verify(plan).ok
+    assert of_gpt().verify(plan).ok
     reduce = thread_transport.reduce_terms
 
     def wrong(terms: list[Tensor], op: str) -> Tensor:
         return reduce(terms, op) * (1.12 if terms[0].numel() > 8 else 1)
 
     monkeypatch.setattr(thread_transport, "reduce_terms", wrong)
-    assert not verifier.verify(plan).ok
+    assert not of_gpt().verify(plan).ok
 
 
 def test_gradients_that_are_zero_but_for_rounding_may_differ() -> None:
@@ -308,9 +329,10 @@ def test_data_parallel_sends_what_the_formula_says() -> None:
         ),
     ],
 )
+@SHARED
 def test_bad_plans_are_refused_before_anything_runs(plan, layouts, error, text) -> None:
     with pytest.raises(error, match=text):
-        plait.verify(gpt(), loss_fn, gpt_batch(), plan, layouts=layouts)
+        of_gpt().verify(plan, layouts=layouts)
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
