@@ -452,3 +452,44 @@ def test_weights_with_a_norm_of_their_own() -> None:
     for plan, given in (("data=2 zero=3", None), ("data=2 tensor=2", layouts)):
         report = verifier.verify(plan, layouts=given)
         assert report.ok and not report.without_rule, report
+
+
+class Reentrant(nn.Module):
+    """Checkpoints of the older kind: one of a value with a gradient, and one of the batch, which has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 8), mlp(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def inner(h: Tensor, scale: float) -> Tensor:
+            return nn.functional.dropout(self.second(h), 0.2, self.training) * scale
+
+        h = torch.utils.checkpoint.checkpoint(inner, self.first(x), 2.0, use_reentrant=True)
+        return h + torch.utils.checkpoint.checkpoint(self.third, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_checkpoints_of_the_older_kind() -> None:
+    """Torch refuses them in what a capture asks of autograd. A layer whose input has no gradient gets none."""
+    torch.manual_seed(0)
+    model, batch = Reentrant().double(), torch.randn(8, 8, dtype=torch.float64)
+    for plan in ("data=2", "pipeline=2 micro=2 recompute=layer"):
+        report = plait.verify(model, square, batch, plan)
+        assert report.ok, report
+        assert not any(d.name.startswith("third") for d in report.gradients)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (lambda x, n: nn.utils.rnn.pack_padded_sequence(x, n, enforce_sorted=False).data, r"lengths - 1\]"),
+        (lambda x, n: torch.bincount(n, minlength=9) * x.sum(), r"zeros\(n\)\.index_add"),
+    ],
+)
+def test_what_to_write_instead_of_an_op_that_no_graph_holds(line: Any, said: str) -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return line(model(batch["x"]), batch["n"]).square().mean()  # type: ignore[no-any-return]
+
+    with pytest.raises(CaptureError, match=said):
+        plait.verify(mlp(), loss, {"x": torch.randn(4, 4, 8), "n": torch.tensor([4, 2, 3, 1])}, "data=2")

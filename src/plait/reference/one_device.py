@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from plait.compile.capture.capture import LossFn
 from plait.compile.capture.loss_values import Loss, Outputs, copied, join_outputs, read_loss
 from plait.compile.capture.precision import Precision
+from plait.compile.capture.reentrant_checkpoint import without_reentrance
 from plait.compile.ops.draw import micro_key
 from plait.compile.ops.random import GlobalRandom
 from plait.compile.stages.split import Pipeline
@@ -87,7 +88,12 @@ def _backward(
     """Forward and backward of one microbatch with this key: adds the gradients of `objective` of its loss."""
     precision = Precision(plan.precision, plan.exceptions)
     device = next((p.device.type for p in model.parameters()), "cpu")
-    with _installed(model) as (own, stand_ins), GlobalRandom(key), precision.casting(own, stand_ins):
+    with (
+        _installed(model) as (own, stand_ins),
+        GlobalRandom(key),
+        without_reentrance(),  # what backward computes again would draw other numbers
+        precision.casting(own, stand_ins),
+    ):
         try:
             with precision.computing(own, device):
                 found = one_device_loss(own, loss_fn, part, num_parts)

@@ -45,6 +45,7 @@ from plait.compile.capture.precision import FULL, Precision
 from plait.compile.capture.python_state import MISSING, Holder
 from plait.compile.capture.random_sources import nothing_drawn
 from plait.compile.capture.reachable import PLAIN, Reached
+from plait.compile.capture.reentrant_checkpoint import without_reentrance
 from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.ir.shapes import StepMode
 from plait.compile.ops.higher_order import WrittenOut
@@ -277,6 +278,7 @@ def _capture(
         outside = Outside(reached, model_fakes, recorder, fake_mode, where, move=device is not None)
         recorder.outside = outside
         stack.enter_context(_plain_kernels())
+        stack.enter_context(without_reentrance())
         stack.enter_context(fake_mode)
         stack.enter_context(recorder)
         stack.enter_context(Exchange(model_fakes.made, outside.fake_of))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from plait.compile.ops import op_spec
 from plait.errors import CaptureError
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -116,7 +117,7 @@ def _reason(error: Exception, in_expert_loop: bool) -> str:
     if isinstance(error, DynamicOutputShapeException):
         return (
             f"the shape of a result depends on the numbers in a tensor ({error.func}), but a graph has fixed shapes;"
-            f" {getattr(error, 'why', '') or (_ALIKE if in_expert_loop else _MASK)}"
+            f" {getattr(error, 'why', '') or op_spec(error.func).advice or (_ALIKE if in_expert_loop else _MASK)}"
         )
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"

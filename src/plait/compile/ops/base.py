@@ -241,6 +241,7 @@ class OpSpec:
         reads: what it reads of its tensors: values, shape and dtype only, or memory with its strides and offsets.
         fake: computes the result on fake tensors, if the op's own shape function is wrong.
         instead: the op in terms of others, which a capture records in its place.
+        advice: what a model can do instead of an op whose results have shapes that depend on numbers.
         access: the rows that it reads or writes by number, from its arguments; None if they are indexed otherwise.
         picks: position of the output that has places along a dim, from 0 to its size.
         fills: the number that all elements of its result are.
@@ -274,6 +275,7 @@ class OpSpec:
     reads: Reads = "values"
     fake: Callable[..., Any] | None = None
     instead: Callable[..., Any] | None = None
+    advice: str = ""
     access: Callable[..., RowAccess | None] = field(default=lambda *args, **kwargs: None)
     picks: int | None = None
     fills: int | None = None

@@ -280,3 +280,14 @@ def _buckets(call: Call) -> Sequence[Factor]:
 
 
 register(*overloads("bucketize.Tensor", "isin.Tensor_Tensor"), spec=OpSpec(factors=_buckets))
+
+# Ops that no graph of fixed shapes can hold.
+state(
+    *overloads("_pack_padded_sequence"),
+    advice="run a layer of one direction on the padded rows, and read what it gives at each row's last position, as"
+    " out[torch.arange(len(lengths)), lengths - 1]",
+)
+state(
+    *overloads("bincount"),
+    advice="count into a tensor of a fixed length, as torch.zeros(n).index_add(0, x, torch.ones(len(x)))",
+)
