@@ -57,6 +57,7 @@ def test_a_measured_file_is_a_cluster(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {dtype for dtype, _ in found.device.peak} >= {"float32", "bfloat16"}
     assert 0 < found.device.matmul_efficiency.at(1e3) <= 1
     assert min(found.device.op_seconds, found.device.view_seconds, found.device.step_seconds) > 0
+    assert found.device.update_seconds > 0
     assert found.device.together == ((1, 1.0),)
     sizes = [size for size, _ in found.device.matmul_efficiency.points]
     assert sizes == pytest.approx([2.0 * 16**3, 8.0 * 16**3, 16.0 * 16**3, 64.0 * 16**3], rel=1e-3)
@@ -108,7 +109,7 @@ def test_links_of_several_hosts_are_two_levels() -> None:
     products = {("float32", 1e6): 1e11, ("float32", 1e9): 2e11}
     copies = {1 << 12: 1e-7, 1 << 26: 1e-3}
     text = cluster_measurement._as_toml(
-        cluster_measurement.torch.device("cpu"), 4, 2, products, copies, StepOverhead(1e-6, 1e-7, 1e-3),
+        cluster_measurement.torch.device("cpu"), 4, 2, products, copies, StepOverhead(1e-6, 1e-7, 2e-5, 1e-3),
         [(1, 1.5), (2, 1.0)], within, across, 0.01, (1e12, 1e8), 1.25,
     )  # fmt: skip
     found = parse_cluster(text, "measured.toml", "measured")
@@ -119,6 +120,7 @@ def test_links_of_several_hosts_are_two_levels() -> None:
     assert found.links[1].bandwidth < found.links[0].bandwidth
     assert [link.overlaps for link in found.links] == [False, True]  # memory that ranks share, and a network
     assert (found.device.op_seconds, found.device.view_seconds, found.device.step_seconds) == (1e-6, 1e-7, 1e-3)
+    assert found.device.update_seconds == 2e-5
     assert [found.device.speed(num) for num in (1, 1.5, 2)] == [1.5, 1.25, 1.0]
     assert found.device.in_step == 1.25
     assert found.device.matmul_efficiency.at(1e6) == 0.5

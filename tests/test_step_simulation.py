@@ -278,6 +278,17 @@ def test_a_place_stands_for_all_its_ranks() -> None:
     assert found.trace.num_ranks == 2
 
 
+@pytest.mark.parametrize("layers", [4, 18])
+def test_an_update_takes_time_for_each_parameter_too(layers: int) -> None:
+    """Of a model of many equal layers too, of which few are lowered."""
+    plan, fast = Plan(), find_cluster("h100")
+    slow = replace(fast, device=replace(fast.device, update_seconds=1e-3))
+    batch = {"x": torch.zeros(8, 16, dtype=torch.int64), "y": torch.zeros(8, 16, dtype=torch.int64)}
+    model = BytesGPT(layers=layers, width=32, heads=4, sequence=16)
+    before, after = (Simulator(model, loss_fn, batch, where).simulate(plan, False) for where in (fast, slow))
+    assert after.seconds - before.seconds == pytest.approx(1e-3 * len([*model.parameters()]))
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(PlanError, match="its replicas agree later; simulate the plan of one of them"):
         step("data=2 sync=8")

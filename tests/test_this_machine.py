@@ -42,7 +42,9 @@ def _measured(folder: Path, host: str, num: int = 2) -> Path:
     path.parent.mkdir(parents=True)
     text = re.sub(r"(?m)^devices = .*", f"devices = {num}\n", text)
     path.write_text(
-        text.replace("[device]\n", "[device]\nstep_seconds = 1e-3\n") if "step_seconds" not in text else text
+        text.replace("[device]\n", "[device]\nstep_seconds = 1e-3\nupdate_seconds = 1e-5\n")
+        if "step_seconds" not in text
+        else text
     )
     return path
 
@@ -56,8 +58,8 @@ def test_a_measurement_of_other_hardware_is_stale(tmp_path: Path, monkeypatch: p
     assert "2 cores" in stale(replace(found, host=replace(found.host, cores=2)), 2) or os.cpu_count() == 2
     other = replace(found, device=replace(found.device, name="another"))
     assert "it is of another" in stale(other, 2)
-    former = replace(found, device=replace(found.device, step_seconds=0.0))
-    assert "a former version did not measure" in stale(former, 2)
+    former = replace(found, device=replace(found.device, update_seconds=0.0))
+    assert "it does not have update_seconds, which a former version" in stale(former, 2)
     path.write_text(path.read_text().replace(f"on {socket.gethostname()}", "on elsewhere"))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

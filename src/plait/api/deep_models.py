@@ -114,7 +114,9 @@ def _update(fewer: Sequence[Call], more: Sequence[Call], times: int) -> tuple[Ca
     moved = []
     for each, other in zip(one, two, strict=True):
         num_bytes = each.num_bytes + times * (other.num_bytes - each.num_bytes)
-        moved.append(replace(each, signature=f"{each.signature} and {times} layers", num_bytes=num_bytes))
+        number = each.parameters + times * (other.parameters - each.parameters)
+        title = f"{each.signature} and {times} layers"
+        moved.append(replace(each, signature=title, num_bytes=num_bytes, parameters=number))
     return (*moved, *moved_by(rest, len(moved)))
 
 

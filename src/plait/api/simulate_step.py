@@ -183,7 +183,7 @@ def update_call(program: RankProgram, place: int, optimizer: OptimizerFactory) -
         elements += parameter.numel()
     dtype = program.sharding.parameters[next(iter(shapes))].state.dtype
     signature = f"update({title_of(made)}, {len(shapes)} of {elements} {dtype})"
-    return OpCall(signature, "update", 0.0, float(moved), dtype)
+    return OpCall(signature, "update", 0.0, float(moved), dtype, parameters=len(shapes))
 
 
 def _update(program: RankProgram, place: int, optimizer: OptimizerFactory) -> tuple[Call, ...]:

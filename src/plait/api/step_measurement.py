@@ -28,6 +28,7 @@ from plait.spec.cluster import Cluster
 _DEPTHS = (2, 34)  # of two models, of which the deeper has calls more and nothing else
 _STEPS, _RUNS = 5, 9
 _VIEWS = 2000
+_PARAMETERS = 64  # of an update with next to no numbers
 _TOGETHER_SECONDS = 0.15
 _SIDE = 512  # of the matrices that ranks multiply side by side
 # Layers, width, heads, positions and rows of the step that predictions are held against, on a CPU and an accelerator.
@@ -36,10 +37,12 @@ _LEAST, _MOST = 0.1, 10.0  # of `in_step` in a cluster file
 
 
 class StepOverhead(NamedTuple):
-    """Seconds that every call, every view and every step take at least: what Python does, and what starts a kernel."""
+    """Seconds that every call, every view, the update of every parameter and every step take at least: what Python
+    does, and what starts a kernel."""
 
     op_seconds: float
     view_seconds: float
+    update_seconds: float
     step_seconds: float
 
 
@@ -70,7 +73,33 @@ def measure_overhead(device: torch.device) -> StepOverhead:
     view_seconds = (time.perf_counter() - begin) / _VIEWS
     (few, few_views, short), (many, many_views, long) = (_tiny_step(depth, device) for depth in _DEPTHS)
     op_seconds = max((long - short - view_seconds * (many_views - few_views)) / (many - few), 1e-9)
-    return StepOverhead(op_seconds, view_seconds, max(short - op_seconds * few - view_seconds * few_views, 1e-9))
+    update_seconds = _update_seconds(device)
+    return StepOverhead(
+        op_seconds, view_seconds, update_seconds, max(short - op_seconds * few - view_seconds * few_views, 1e-9)
+    )
+
+
+def _update_seconds(device: torch.device) -> float:
+    """What a Trainer's update by AdamW takes of each of many parameters that have few numbers."""
+    plan, batch = Plan(), torch.ones(8, device=device)
+    model = nn.ParameterList(torch.zeros(8, device=device) for _ in range(_PARAMETERS))
+    trainer = Trainer(
+        model, lambda model, x: (torch.stack([*model]) * x).sum(), functools.partial(torch.optim.AdamW, lr=0.0), plan,
+        world=alone(plan.process_mesh, device),
+    )  # fmt: skip
+    times = []
+    try:
+        trainer.step(batch)
+        for _ in range(_RUNS):
+            trainer.forward_backward(batch)
+            synchronize(device)
+            begin = time.perf_counter()
+            trainer.optimizer_step()
+            synchronize(device)
+            times.append((time.perf_counter() - begin) / _PARAMETERS)
+    finally:
+        trainer.close()
+    return statistics.median(times)
 
 
 def _tiny_step(depth: int, device: torch.device) -> tuple[int, int, float]:

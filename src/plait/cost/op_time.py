@@ -48,12 +48,16 @@ class CallTimes:
 
     def seconds(self, call: OpCall) -> float:
         """Seconds of a call of an op. One without flops and bytes is a view."""
-        signature, flops, num_bytes, dtype = call.signature, call.flops, call.num_bytes, call.dtype
-        known = self._measured.get(signature)
+        known = self._measured.get(call.signature)
         if known is not None:
             return known
-        if not num_bytes and not flops:
+        if not call.num_bytes and not call.flops:
             return self._device.view_seconds
+        return self._estimated(call) + call.parameters * self._device.update_seconds
+
+    def _estimated(self, call: OpCall) -> float:
+        """Seconds of a call by the roofline, or by the nearest of its op that was measured."""
+        signature, flops, num_bytes, dtype = call.signature, call.flops, call.num_bytes, call.dtype
         alike = self._by_op.get((signature.partition("(")[0], dtype))
         if not alike or not num_bytes:
             return op_time(self._device, flops, num_bytes, dtype, call.attention)

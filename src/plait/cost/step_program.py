@@ -30,6 +30,7 @@ class OpCall:
         dtype: in which it computes.
         module: path of the module that it belongs to.
         attention: whether it is an attention that stores no scores.
+        parameters: of an update, how many it changes one after the other.
     """
 
     signature: str
@@ -39,6 +40,7 @@ class OpCall:
     dtype: str = "float32"
     module: str = ""
     attention: bool = False
+    parameters: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,7 @@ class DeviceSpec:
         overlaps: whether an op reads memory while it computes, so that it takes the longer of the two and not the sum.
         op_seconds: what every op takes at least.
         view_seconds: what a call takes that only makes a view.
+        update_seconds: what the update of one parameter takes besides its memory traffic.
         in_step: how long calls take in a step, over what they take when they are measured one by one: their operands
             are in no cache, and Python has other code to run in between.
         step_seconds: what a step takes besides its calls: checks, the loss, what Python does between two steps.
@@ -108,6 +109,7 @@ class DeviceSpec:
     overlaps: bool = True
     op_seconds: float = 0.0
     view_seconds: float = 0.0
+    update_seconds: float = 0.0
     in_step: float = 1.0
     step_seconds: float = 0.0
     together: tuple[tuple[int, float], ...] = ()

@@ -57,6 +57,7 @@ NUMBERS: Mapping[str, NumberRow] = {
     "device.memory_bandwidth": NumberRow("bytes/s", 1e8, 1e15, _DATASHEET),
     "device.op_seconds": NumberRow("seconds", 0, 1e-2, _MEASURE, needed=False),
     "device.view_seconds": NumberRow("seconds", 0, 1e-2, _MEASURE, needed=False),
+    "device.update_seconds": NumberRow("seconds of a parameter", 0, 1e-2, _MEASURE, needed=False),
     "device.in_step": NumberRow("times what a call takes by itself", 0.1, 10, _MEASURE, needed=False),
     "device.step_seconds": NumberRow("seconds", 0, 10, _MEASURE, needed=False),
     "device.attention_efficiency": NumberRow(
@@ -215,6 +216,7 @@ def _device(reader: _Reader, table: dict[str, Any]) -> DeviceSpec:
         overlaps=reader.flag(table, "device.overlaps", True),
         op_seconds=reader.number(table, "device.op_seconds"),
         view_seconds=reader.number(table, "device.view_seconds"),
+        update_seconds=reader.number(table, "device.update_seconds"),
         in_step=reader.number(table, "device.in_step", default=1.0),
         step_seconds=reader.number(table, "device.step_seconds"),
         together=_together(reader, table.get("together", [])),

@@ -65,10 +65,8 @@ def stale(found: Cluster, num_devices: int) -> str:
         return f"it is of {found.num_devices} devices, and there are {num_devices}"
     if found.host is not None and found.host.cores != cores:
         return f"it is of {found.host.cores} cores, and there are {cores}"
-    if not found.device.step_seconds:
-        return (
-            "it does not say what a step takes besides its calls (step_seconds), which a former version did not measure"
-        )
+    if lacking := [key for key in ("step_seconds", "update_seconds") if not getattr(found.device, key)]:
+        return f"it does not have {' and '.join(lacking)}, which a former version did not measure"
     return ""
 
 
