@@ -175,6 +175,10 @@ def table() -> dict[str, list[Args]]:
             ]
             for backward, grad in (("", []), ("_backward", [f(6, 12)]))
         },
+        "_cdist_forward": [(f(6, 4), f(36, 4), 2.0, None), (f(6, 12, 4), f(6, 6, 4), 1.0, None)],
+        "_cdist_backward": [
+            (f(6, 12), f(6, 4), f(12, 4), 2.0, u(6, 12)), (f(6, 12, 6), f(6, 12, 4), f(6, 6, 4), 1.0, u(6, 12, 6)),
+        ],
         "_fused_rms_norm": [(x, [4], f(4), 1e-5), (x, [4], None, None)],
         "native_group_norm": [(x, f(12), f(12), 6, 12, 4, 6, 1e-5), (X, None, None, 6, 12, 16, 1, 1e-5)],
         "native_group_norm_backward": [

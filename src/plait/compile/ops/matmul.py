@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +26,7 @@ from plait.compile.ops.dims import (
     blocks_of,
     broadcast_dim,
     each_operand,
+    first_operand,
     is_floating,
     overloads,
     positive,
@@ -224,4 +225,36 @@ register(
         fake=_fake_grouped,
         role="grouped product",
     ),
+)
+
+
+# ---- distances: cdist(x1, x2) of points in rows; each batch dim as in bmm, without broadcasting ----
+
+
+def _points(text: str) -> Callable[[Call], Sequence[Factor]]:
+    """Factors from einsum notation for points of two dims, before which tensors of more have batch dims in common."""
+
+    def factors(call: Call) -> Sequence[Factor]:
+        batch = call.inputs[0].shape[:-2]
+        if any(s.shape[:-2] != batch for s in call.inputs):
+            return ()
+        names = " ".join(f"b{d}" for d in range(len(batch)))
+        inputs, out = text.split("->")
+        words = ", ".join(f"{names} {part}" for part in inputs.split(","))
+        return einsum(f"{words} -> {names} {out}")(call)
+
+    return factors
+
+
+def _emit_distances(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+    """Torch multiplies matrices where there are more than 25 points, which rounds otherwise: it does if the whole
+    has."""
+    num = max(s.shape[-2] for s in call.inputs)
+    return builder.call(call.op, *args[:3], args[3] or (1 if num > 25 else 2))
+
+
+register(*overloads("_cdist_forward"), spec=OpSpec(factors=_points("p M, r M -> p r"), emit=_emit_distances))
+register(
+    *overloads("_cdist_backward"),
+    spec=OpSpec(factors=_points("p r, p M, r M, p r -> p M"), linear=first_operand, formats=True),
 )
