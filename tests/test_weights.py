@@ -24,7 +24,7 @@ pytestmark = pytest.mark.xdist_group("checkpoints")  # trainers of tests/checkpo
 def test_weights_to_and_from_hugging_face(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=31, n_positions=8, n_embd=8, n_layer=2, n_head=2)
+    config = GPT2Config(vocab_size=31, n_positions=8, n_embd=8, n_layer=1, n_head=2)
     kept = {"attn_implementation": "sdpa"}
 
     def gpt2() -> nn.Module:
@@ -35,7 +35,7 @@ def test_weights_to_and_from_hugging_face(tmp_path: Path) -> None:
 
     ids = torch.randint(0, 31, (4, 8), generator=torch.Generator().manual_seed(0))
     theirs = gpt2()
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="4KB")
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="2KB")
     assert len(list((tmp_path / "theirs").glob("model-*.safetensors"))) > 1
 
     def run(world: Any) -> dict[str, Tensor]:
@@ -55,7 +55,7 @@ def test_weights_to_and_from_hugging_face(tmp_path: Path) -> None:
 
     trained = on("data=2", run)[0]
     assert all(torch.equal(value, trained[name]) for name, value in on("data=2", unprepared)[0].items())
-    files = export_weights(tmp_path / "run", tmp_path / "ours", shard_bytes=4096)
+    files = export_weights(tmp_path / "run", tmp_path / "ours", shard_bytes=2048)
     assert len(files) > 3 and files[-2].endswith("model.safetensors.index.json") and files[-1].endswith("/config.json")
     assert json.loads(Path(files[-1]).read_text())["architectures"] == ["GPT2LMHeadModel"]
     index = json.loads(Path(files[-2]).read_text())
