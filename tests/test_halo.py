@@ -17,7 +17,9 @@ import plait
 from plait.comm.protocol import World
 from plait.compile.ops import OP_SPECS
 from plait.compile.ops.padded_conv import padded_convolution, padded_convolution_backward
+from plait.engine.compiler import Compiler
 from plait.plan.plan import Plan
+from plait.report.explanation import Explanation, explanation
 
 pytestmark = pytest.mark.xdist_group("halo")  # plans share a verifier
 LENGTH, WIDTH = 24, 4
@@ -85,11 +87,14 @@ def test_numbers_are_those_of_one_device(plan: str, verifier: plait.Verifier) ->
     assert report.ok, report
 
 
-def test_only_edges_travel() -> None:
+def explained(plan: str, verifier: plait.Verifier) -> Explanation:
+    return explanation(Compiler(verifier.captures, Plan.parse(plan)).compiled(verifier.batch))
+
+
+def test_only_edges_travel(verifier: plait.Verifier) -> None:
     """Windows of 4, 5, 3, 1, 4 and 3 positions need as many less one of the neighbours, in forward once, and in
     backward once with their gradients."""
-    batch = tokens()
-    found = plait.explain(made(), loss_fn, batch, "context=4")
+    found = explained("context=4", verifier)
     sent = [item for item in found.collectives if item.kind == "halo"]
     edges = [3, 4, 2, 3, 2]
     forward = [item.sent_bytes for item in sent if item.phase == "forward"]
@@ -98,11 +103,14 @@ def test_only_edges_travel() -> None:
     assert "all_gather" not in {item.kind for item in found.collectives}
     assert found.compiled.whole_sequences == ()
 
+    compiler = Compiler(verifier.captures, Plan.parse("context=4"))
+
     def rank(world: World) -> int:
-        trainer = plait.Trainer(made(), loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), "context=4", world=world)
-        trainer.step(batch)
+        options: dict[str, Any] = {"world": world, "compiler": compiler}
+        trainer = plait.Trainer(compiler.model, loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), "context=4", **options)
+        trainer.step(verifier.batch)
         world.comm("context").links.reset()
-        trainer.step(batch)
+        trainer.step(verifier.batch)
         return world.comm("context").links.total()
 
     ranks = plait.run_ranks(Plan.parse("context=4").mesh, rank)
@@ -139,9 +147,10 @@ def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 def test_what_is_no_exchange_of_edges_runs_whole_and_is_named(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Window(**options).double()
-    report = plait.verify(model, mean_loss, tokens(), "context=4", tolerance=1e-9)
+    windows = plait.Verifier(model, mean_loss, tokens())
+    report = windows.verify("context=4", tolerance=1e-9)
     assert report.ok, report
-    text = str(plait.explain(model, mean_loss, tokens(), "context=4"))
+    text = str(explained("context=4", windows))
     (line,) = (line for line in text.splitlines() if line.startswith("read whole sequences, on every rank: "))
     assert "in convolution" in line
 
@@ -158,9 +167,10 @@ def test_state_space_models(family: str, options: dict[str, Any], length: int, w
     sizes = {"vocab_size": 32, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 1, "pad_token_id": 0}
     model = getattr(hf, f"{family}ForCausalLM")(getattr(hf, f"{family}Config")(**sizes, **options))
     ids = torch.randint(3, 32, (2, length))
-    report = plait.verify(model, lambda m, b: m(**b).loss, {"input_ids": ids, "labels": ids}, "context=2")
+    scans = plait.Verifier(model, lambda m, b: m(**b).loss, {"input_ids": ids, "labels": ids})
+    report = scans.verify("context=2")
     assert report.ok, report
-    found = plait.explain(model, lambda m, b: m(**b).loss, {"input_ids": ids, "labels": ids}, "context=2")
+    found = explained("context=2", scans)
     mixer = [item for item in found.collectives if item.module.endswith("mixer") and item.phase == "forward"]
     assert mixer[0].kind == "halo"
     gathered = sum(item.tensor_bytes for item in mixer if item.kind == "all_gather")
