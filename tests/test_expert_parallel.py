@@ -436,7 +436,7 @@ def test_experts_that_the_axis_does_not_divide() -> None:
 
 def test_a_model_without_experts() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).double()
-    with pytest.raises(PlanError, match=r"expert=2 finds no experts in the model.*name their weights with layouts="):
+    with pytest.raises(PlanError, match=r"expert=2 finds no experts in the model.*name weights of all experts in one"):
         verify(model, loss_fn, batch(), "expert=2")
 
 

@@ -16,9 +16,9 @@ def no_experts(axis: str, size: int) -> Refusal:
         f"{axis}={size} finds no experts in the model",
         "experts are found where weights [experts, ...] are looked up by row, where rows that are sorted by expert are"
         " multiplied in groups, in a loop that adds the rows of experts, and in products of [experts, capacity, ...]",
-        f"name their weights with layouts=, such as {{'*.experts.*': '{axis}, -, -'}}; of experts that are modules of"
-        " their own let a loop treat all alike, and give each the rows that torch.where(ids == number) finds, with ids"
-        " of a topk; or use data=N",
+        f"name weights of all experts in one with layouts=, such as {{'*.experts.*': '{axis}, -, -'}}; of experts that"
+        " are modules of their own let a loop treat all alike, and give each the rows that torch.where(ids == number)"
+        " finds, with ids of a topk; or use data=N",
     )
 
 
