@@ -41,8 +41,9 @@ length = 8
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("RANK", "WORLD_SIZE", "PLAIT_PLAN", "PLAIT_FAILURE_FILE"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("RANK", "WORLD_SIZE", "PLAIT_PLAN", "PLAIT_TRACE", "PLAIT_FAILURE_FILE"):
+        monkeypatch.setenv(name, "")  # what a command sets in this process goes with the test
+        monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.toml").write_text(SMALL)
     (tmp_path / "text.txt").write_text(

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from comm_worlds import ForkedRank
+from comm_worlds import ForkedPlait
 from test_planner import SMALL
 from typer.testing import CliRunner
 
@@ -107,7 +107,7 @@ def test_what_cannot_be_is_said_before_this_machine_is_measured(
 def test_training_under_the_plan_that_is_found(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _measured(tmp_path, socket.gethostname())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(Popen=ForkedRank))
+    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(Popen=ForkedPlait))
     command = ["train", str(job), "--processes", "2", "--plan"]
     words = "auto data=2 zero=0..1 micro=1 recompute=none tensor=1 pipeline=1 context=1"
     result = CliRunner().invoke(app, [*command, words])

@@ -156,7 +156,7 @@ def _weight_rows(call: Call, given: Placements, size: int) -> list[Strategy]:
     return [sharded_strategy(call, inputs, outputs, b) for b in blocks_of(given, inputs)]
 
 
-register(*overloads("_weight_norm_interface"), spec=OpSpec(strategies=_weight_rows))
+register(*overloads("_weight_norm_interface"), spec=OpSpec(strategies=_weight_rows, formats=True))
 register(
     *overloads("_weight_norm_interface_backward"),
     spec=OpSpec(strategies=_weight_rows, linear=first_operand, formats=True),
