@@ -47,6 +47,7 @@ def test_a_measured_file_is_a_cluster(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(cluster_measurement, "_DISK", 1 << 12)
     monkeypatch.setattr(step_measurement, "_TOGETHER_SECONDS", 0.001)
     monkeypatch.setattr(step_measurement, "_YARDSTICK", {True: (1, 16, 2, 8, 2)})
+    monkeypatch.setenv("PLAIT_TRACE", "traced")  # is of the user's own trainer
     monkeypatch.chdir(tmp_path)
     text = measure_here()
     out = tmp_path / "mine.toml"

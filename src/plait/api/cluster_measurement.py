@@ -1,7 +1,8 @@
 """`plait cluster measure`: what this machine's devices, memory and links reach, as a cluster file.
 
-Every rank measures at the same time, as they compute and communicate in training: cores and memory are shared. A time
-is the least of several runs, because others may use the machine, and of ranks the slowest. Latency and bandwidth of a
+Every rank measures at the same time, as they compute and communicate in training: cores and memory are shared. A call's
+time is the least of several runs, because others may use the machine, a step's their median, and of ranks the slowest.
+Latency and bandwidth of a
 link are those with which the formulas of cost/collective_time.py come nearest to all collectives over it, each weighed
 by its own time.
 """

@@ -19,6 +19,7 @@ from plait.api.trainer import Trainer
 from plait.comm.device import is_host, synchronize
 from plait.comm.process_world import ProcessWorld
 from plait.comm.thread_world import alone
+from plait.compile.capture.capture import LossFn
 from plait.cost.step_program import OpCall, StepProgram
 from plait.cost.step_simulation import StepSimulator
 from plait.engine.rank_optimizers import OptimizerFactory
@@ -34,6 +35,7 @@ _SIDE = 512  # of the matrices that ranks multiply side by side
 # Layers, width, heads, positions and rows of the step that predictions are held against, on a CPU and an accelerator.
 _YARDSTICK = {True: (4, 256, 8, 128, 4), False: (4, 2048, 16, 1024, 4)}
 _LEAST, _MOST = 0.1, 10.0  # of `in_step` in a cluster file
+_ADAMW = functools.partial(torch.optim.AdamW, lr=0.0)
 
 
 class StepOverhead(NamedTuple):
@@ -81,12 +83,9 @@ def measure_overhead(device: torch.device) -> StepOverhead:
 
 def _update_seconds(device: torch.device) -> float:
     """What a Trainer's update by AdamW takes of each of many parameters that have few numbers."""
-    plan, batch = Plan(), torch.ones(8, device=device)
+    batch = torch.ones(8, device=device)
     model = nn.ParameterList(torch.zeros(8, device=device) for _ in range(_PARAMETERS))
-    trainer = Trainer(
-        model, lambda model, x: (torch.stack([*model]) * x).sum(), functools.partial(torch.optim.AdamW, lr=0.0), plan,
-        world=alone(plan.process_mesh, device),
-    )  # fmt: skip
+    trainer = _trainer(model, lambda model, x: (torch.stack([*model]) * x).sum(), _ADAMW, device)
     times = []
     try:
         trainer.step(batch)
@@ -104,15 +103,18 @@ def _update_seconds(device: torch.device) -> float:
 
 def _tiny_step(depth: int, device: torch.device) -> tuple[int, int, float]:
     """The calls that compute in a step of a chain, those that are views, and its seconds."""
-    plan, batch = Plan(), torch.ones(8, 8, device=device)
     optimizer = functools.partial(torch.optim.SGD, lr=0.0)
-    trainer = Trainer(
-        _Chain(depth), lambda model, x: model(x).sum(), optimizer, plan, world=alone(plan.process_mesh, device)
-    )
-    program, seconds = _timed(trainer, batch, optimizer, _STEPS)
+    trainer = _trainer(_Chain(depth), lambda model, x: model(x).sum(), optimizer, device)
+    program, seconds = _timed(trainer, torch.ones(8, 8, device=device), optimizer, _STEPS)
     calls = [call for name in program.micro_graphs for call in program.graphs[name] if isinstance(call, OpCall)]
     views = sum(not call.num_bytes and not call.flops for call in calls)
     return len(calls) - views, views, seconds
+
+
+def _trainer(model: nn.Module, loss_fn: LossFn, optimizer: OptimizerFactory, device: torch.device) -> Trainer:
+    """A trainer of one rank on this device."""
+    plan = Plan()
+    return Trainer(model, loss_fn, optimizer, plan, world=alone(plan.process_mesh, device))
 
 
 def _timed(trainer: Trainer, batch: Any, optimizer: OptimizerFactory, num_steps: int) -> tuple[StepProgram, float]:
@@ -140,11 +142,8 @@ def measure_yardstick(device: torch.device) -> tuple[StepProgram, float]:
     layers, width, heads, positions, rows = _YARDSTICK[is_host(device)]
     layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, device=device)
     model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-    plan, optimizer = Plan(), functools.partial(torch.optim.AdamW, lr=0.0)
-    trainer = Trainer(
-        model, lambda model, x: model(x).square().mean(), optimizer, plan, world=alone(plan.process_mesh, device)
-    )
-    return _timed(trainer, torch.ones(rows, positions, width, device=device), optimizer, 1)
+    trainer = _trainer(model, lambda model, x: model(x).square().mean(), _ADAMW, device)
+    return _timed(trainer, torch.ones(rows, positions, width, device=device), _ADAMW, 1)
 
 
 def in_step_of(cluster: Cluster, program: StepProgram, seconds: float) -> float:

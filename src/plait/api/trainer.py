@@ -103,7 +103,8 @@ class Trainer:
         allow: "local_loss" lets a model that cannot be captured, and so runs under PyTorch's DDP, train on the mean of
             the ranks' losses where that is not the loss of the batch, as for a loss that couples rows. Without it such
             a loss is refused.
-        trace: a folder for a recording of the last 20 steps on every rank, written by `close`, for `plait report`.
+        trace: a folder for a recording of the last 20 steps on every rank, written by `close`, for `plait report`; by
+            default that of `plait run --trace`, for a trainer of the ranks that it started.
         noise_every: the number of steps from one measurement of the gradient noise scale to the next (McCandlish et al.
             2018), which callbacks get; 0 for none. A step that measures runs forward and backward twice, the first time
             on an eighth of the rows, repeated; the numbers of the training stay as they are.
@@ -168,7 +169,7 @@ class Trainer:
         if world is None:
             world = process_world(self.plan.process_mesh, device=device, algorithm=self.plan.allreduce)
         self.world = world
-        self._trace = resolve_trace(trace)
+        self._trace = resolve_trace(trace) if self._adopt or trace is not None else None
         if self._adopt and is_host(self.world.device):
             give_freed_memory_back() if self.plan.uses_disk else keep_freed_memory()
             if self.world.rank == 0:

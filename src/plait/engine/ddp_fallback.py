@@ -332,7 +332,9 @@ class _Halves:
 
 
 def _same(value: Tensor, other: Tensor | None) -> bool:
-    return other is not None and value.shape == other.shape and bool(torch.isclose(value, other, equal_nan=True).all())
+    if other is None or value.shape != other.shape:
+        return False
+    return torch.equal(value, other) or bool(torch.isclose(value, other, equal_nan=True).all())
 
 
 @contextmanager

@@ -112,7 +112,7 @@ def _base(node: Node) -> Node:
 
 
 def last_call(recorder: GraphRecorder) -> Node:
-    node: Node = next(reversed(recorder.graph.nodes))
+    node: Node = next(iter(reversed(recorder.graph.nodes)))
     return node
 
 

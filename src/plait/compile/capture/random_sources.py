@@ -43,6 +43,17 @@ def set_state(source: Any, state: Any) -> None:
         source.set_state(state)
 
 
+def same_state(state: Any, other: Any) -> bool:
+    """Whether two states of a generator are equal."""
+    if isinstance(state, dict):
+        return state.keys() == other.keys() and all(same_state(value, other[key]) for key, value in state.items())
+    if isinstance(state, tuple):  # of RandomState: a name, an array, and where it stands
+        return all(map(same_state, state, other))
+    if isinstance(state, torch.Tensor):
+        return torch.equal(state, other)
+    return bool(np.array_equal(state, other)) if isinstance(state, np.ndarray) else bool(state == other)
+
+
 def position(iterator: Any) -> Any:
     """A value that changes when an item is taken from an iterator, as far as that can be seen."""
     if hasattr(iterator, "gi_frame"):
@@ -77,11 +88,11 @@ def nothing_drawn(sources: Sequence[tuple[str, Any]], iterators: Sequence[tuple[
         if random.getstate() != states[0]:
             random.setstate(states[0])
             drawn.append("Python's random")
-        if repr(np.random.get_state(legacy=False)) != repr(states[1]):
+        if not same_state(np.random.get_state(legacy=False), states[1]):
             np.random.set_state(states[1])
             drawn.append("numpy.random")
         for place, source, state in own:
-            if repr(state_of(source)) != repr(state):
+            if not same_state(state_of(source), state):
                 set_state(source, state)
                 drawn.append(place)
     for place, iterator, before in begun:
