@@ -28,6 +28,12 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(10_000, 10, 20)
 
 
+def pytest_sessionfinish() -> None:
+    """Look once for what was left, and not twice as pytest does: what is there is frozen."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _same_draws() -> None:
     torch.manual_seed(0)

@@ -9,7 +9,8 @@ def choices_of(space: PlanSpace) -> list[PlanChoice]:
     return [
         PlanChoice(outline, option, home, *order)
         for _, outline in space.outlines()
+        for orders in [space.schedules(outline)]
         for option in space.states(outline)
         for home in space.homes
-        for order in space.schedules(outline)
+        for order in orders
     ]

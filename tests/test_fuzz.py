@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import runpy
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from fuzz.shrink import shrink
 from fuzz.worker import Worker
 
 from plait.errors import BatchError, PlanError, RankFailed
-from plait.plan.plan import Plan, key_name
+from plait.plan.plan import Plan, plan_keys
 
 TABLES = {"floats": grammar.SEQUENCE, "image": grammar.IMAGE, "vector": grammar.VECTOR, "video": grammar.VIDEO}
 ROWS = [(source, name, options) for source, table in TABLES.items() for _, name, options in table]
@@ -61,8 +61,8 @@ def test_plans_have_every_key_and_are_mostly_legal() -> None:
             refused += 1
             continue
         assert plan.inner_plan.num_processes <= 12, text
-        keys.update(key_name(row) for row in fields(Plan) if getattr(plan, row.name) != row.default)
-    every = {key_name(row) for row in fields(Plan)} - {"backend"}  # XLA's devices are there from a process's start
+        keys.update(key.name for key in plan_keys() if getattr(plan, key.field) != key.default)
+    every = {key.name for key in plan_keys()} - {"backend"}  # XLA's devices are there from a process's start
     assert every - keys.keys() == set()
     assert refused < 300
 

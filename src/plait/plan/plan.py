@@ -9,10 +9,11 @@ text.
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
-from typing import Any, cast
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 from plait.errors import PlanError, Refusal
 from plait.plan import axes
@@ -162,22 +163,26 @@ class Plan:
     )
 
     def __post_init__(self) -> None:
-        for row in fields(self):
-            value, kind = getattr(self, row.name), _kind(row)
+        for key in plan_keys():
+            if (value := getattr(self, key.field)) is key.default:
+                continue
             try:
-                kind.check(value)
+                key.kind.check(value)
             except ValueError as error:
-                raise PlanError(f"{key_name(row)}={value}: {error}") from None
+                raise PlanError(f"{key.name}={value}: {error}") from None
         if self.stages and self.pipeline != len(self.stages):
             raise PlanError(
                 f"stages={StagePlans().show(self.stages)} has {len(self.stages)} stages, but the plan has"
                 f" pipeline={Places().show(self.pipeline)}; make them agree, or leave pipeline= out"
             )
         self._fit_within()
-        values = {key_name(row): _kind(row).show(getattr(self, row.name)) for row in fields(self)}
-        given = {key_name(row) for row in fields(self) if getattr(self, row.name) != row.default}
-        for refusal in refused_together(values, given):
+        given = {key.name: key.kind.show(getattr(self, key.field)) for key in self._given()}
+        for refusal in refused_together(_defaults() | given, given.keys()):
             raise PlanError(refusal)
+
+    def _given(self) -> list[PlanKey]:
+        """The keys whose value is not the default."""
+        return [key for key in plan_keys() if getattr(self, key.field) != key.default]
 
     def _fit_within(self) -> None:
         """Give an axis that another subdivides the size of that other, if it has none. PlanError if it is not a
@@ -204,35 +209,36 @@ class Plan:
         Raises:
             PlanError: a word cannot be read, or the values do not go together.
         """
-        rows = {key_name(row): row for row in fields(cls)}
+        keys = {key.name: key for key in plan_keys()}
         found: dict[str, Any] = {}
         for number, word in enumerate(_split(text), start=1):
             place = f"word {number} of the plan {text!r}"
             key, equals, value = word.partition("=")
             if not equals or not key or not value:
                 raise PlanError(f"cannot read {word!r} ({place}): a word of a plan is key=value, like data=2")
-            if "." in key and (family := key.partition(".")[0] + ".") in rows.keys() - {_OTHER_AXES}:
+            if "." in key and (family := key.partition(".")[0] + ".") in keys.keys() - {_OTHER_AXES}:
                 key, value = family, word.removeprefix(family)
-            elif key in _axes_without_field(cls):
+            elif key in _axes_without_field():
                 key = _OTHER_AXES
-            if key not in rows:
-                raise PlanError(f"unknown key {key!r} ({place}); {_hint(key, rows)}")
-            row, kind = rows[key], _kind(rows[key])
+            if key not in keys:
+                raise PlanError(f"unknown key {key!r} ({place}); {_hint(key, keys)}")
+            row = keys[key]
+            kind = row.kind
             try:
                 read: Any = kind.parse(word if isinstance(kind, AxisSizes) else value)
                 kind.check(read)
             except ValueError as error:
                 spaces = "; separate the words of a plan with spaces" if "," in value and "=" in value else ""
                 raise PlanError(f"bad value {value!r} in {word!r} ({place}): {error}{spaces}") from None
-            earlier = found.get(row.name)
+            earlier = found.get(row.field)
             name = "" if isinstance(kind, AxisSizes) else key
             if isinstance(kind, Family):
                 name += read[0][0]
-                earlier = dict(found.get(row.name, ())).get(read[0][0])
-                read = (*found.get(row.name, ()), *read)
+                earlier = dict(found.get(row.field, ())).get(read[0][0])
+                read = (*found.get(row.field, ()), *read)
             if earlier is not None:
                 raise PlanError(f"{name} is given twice, the second time as {word!r} ({place}); give it once")
-            found[row.name] = read
+            found[row.field] = read
         if "stages" in found:
             found.setdefault("pipeline", len(found["stages"]))
         return cls(**found)
@@ -240,8 +246,8 @@ class Plan:
     @classmethod
     def check_value(cls, key: str, value: str) -> None:
         """Raise ValueError for text that a key of a plan cannot have as its value, whatever other keys have."""
-        rows = {key_name(row): row for row in fields(cls)}
-        kind = _kind(rows[_OTHER_AXES if key in _axes_without_field(cls) else key])
+        keys = {each.name: each for each in plan_keys()}
+        kind = keys[_OTHER_AXES if key in _axes_without_field() else key].kind
         kind.check(kind.parse(f"{key}={value}" if isinstance(kind, AxisSizes) else value))
 
     @classmethod
@@ -250,8 +256,7 @@ class Plan:
         return cls(data=num_processes)
 
     def __str__(self) -> str:
-        given = [row for row in fields(self) if getattr(self, row.name) != row.default]
-        return " ".join(_words(row, getattr(self, row.name)) for row in given)
+        return " ".join(_words(key, getattr(self, key.field)) for key in self._given())
 
     @property
     def title(self) -> str:
@@ -262,9 +267,9 @@ class Plan:
     def mesh(self) -> Mesh:
         """The mesh with every axis, outermost first; also axes of size 1, which layouts may name."""
         sizes = {
-            kind.axis or key_name(row): kind.num_ranks(getattr(self, row.name))
-            for row in fields(self)
-            if isinstance(kind := _kind(row), Axis)
+            kind.axis or key.name: kind.num_ranks(getattr(self, key.field))
+            for key in plan_keys()
+            if isinstance(kind := key.kind, Axis)
         } | dict(self.other_axes)
         for each in axes.AXES:
             if each.within:
@@ -375,7 +380,7 @@ class Plan:
         """The plan of one replica of `sync=` or `compress=`, or of one worker."""
         if not self.relaxed_axis and not self.workers:
             return self
-        kept = {row.name: getattr(self, row.name) for row in fields(self) if key_name(row) not in OF_AGREEMENT}
+        kept = {key.field: getattr(self, key.field) for key in self._given() if key.name not in OF_AGREEMENT}
         return Plan(**(kept | {self.relaxed_axis: 1} if self.relaxed_axis else kept))
 
     def check_processes(self, num_processes: int) -> None:
@@ -401,39 +406,55 @@ def _split(text: str) -> list[str]:
     return re.sub(r"\[[^\]]*\]", lambda found: "".join(found[0].split()), text).split()
 
 
-def _words(row: Field[Any], value: Any) -> str:
-    kind = _kind(row)
-    return kind.show(value) if isinstance(kind, Family) else f"{key_name(row)}={kind.show(value)}"
+class PlanKey(NamedTuple):
+    """A key of a plan: the field that has its value, its name in the text, and what reads, checks and prints it."""
+
+    field: str
+    name: str
+    kind: Kind
+    default: Any
+    doc: str
 
 
-def key_name(row: Field[Any]) -> str:
-    """The name of the key in the text of a plan."""
-    kind = _kind(row)
-    return kind.prefix if isinstance(kind, Family) else cast(str, row.metadata["name"]) or row.name
+@functools.cache
+def plan_keys() -> tuple[PlanKey, ...]:
+    """All keys, in the order in which a plan prints them. The keys of a family of names are one, its prefix."""
+    found = []
+    for row in fields(Plan):
+        kind: Kind = row.metadata["kind"]
+        name = kind.prefix if isinstance(kind, Family) else row.metadata["name"] or row.name
+        found.append(PlanKey(row.name, name, kind, row.default, row.metadata["doc"]))
+    return tuple(found)
+
+
+@functools.cache
+def _defaults() -> dict[str, str]:
+    """The default of every key, as text."""
+    return {key.name: key.kind.show(key.default) for key in plan_keys()}
+
+
+def _words(key: PlanKey, value: Any) -> str:
+    return key.kind.show(value) if isinstance(key.kind, Family) else f"{key.name}={key.kind.show(value)}"
 
 
 def describe_keys() -> list[tuple[str, str, str]]:
     """(name, default as text, meaning) of every key, in the order in which a plan prints them."""
     found = []
-    for row in fields(Plan):
-        if isinstance(_kind(row), AxisSizes):
-            found += [(name, "1", axes.axis_kind(name).doc) for name in _axes_without_field(Plan)]
+    for key in plan_keys():
+        if isinstance(key.kind, AxisSizes):
+            found += [(name, "1", axes.axis_kind(name).doc) for name in _axes_without_field()]
         else:
-            found.append((key_name(row), _kind(row).show(row.default), row.metadata["doc"]))
+            found.append((key.name, _defaults()[key.name], key.doc))
     return found
 
 
-def _axes_without_field(cls: type[Plan]) -> list[str]:
+def _axes_without_field() -> list[str]:
     """The axes that have a row in plan/axes.py but no field in `Plan`."""
-    have = {kind.axis or key_name(row) for row in fields(cls) if isinstance(kind := _kind(row), Axis)}
+    have = {key.kind.axis or key.name for key in plan_keys() if isinstance(key.kind, Axis)}
     return [kind.name for kind in axes.AXES if kind.name not in have]
 
 
-def _kind(row: Field[Any]) -> Kind:
-    return cast(Kind, row.metadata["kind"])
-
-
 def _hint(key: str, names: Iterable[str]) -> str:
-    known = [*(name for name in names if name != _OTHER_AXES), *_axes_without_field(Plan)]
+    known = [*(name for name in names if name != _OTHER_AXES), *_axes_without_field()]
     near = difflib.get_close_matches(key.lower(), known, n=2, cutoff=0.6)
     return (f"did you mean {' or '.join(near)}? " if near else "") + f"the keys are {', '.join(known)}"
