@@ -95,12 +95,12 @@ def environment(rank: int, size: int, port: int) -> dict[str, str]:
 def free_port() -> int:
     """One that nobody has; of the suite's processes that run side by side each finds others."""
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    own = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    own = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))  # past the count where one has crashed
     while True:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port: int = found.getsockname()[1]
-        if port // 2 % count == own:  # by two: Linux prefers odd ones
+        if port // 2 % count == own % count:  # by two: Linux prefers odd ones
             return port
 
 

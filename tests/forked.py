@@ -13,6 +13,9 @@ from plait.engine.compiler import Compiler
 from plait.plan.plan import Plan
 
 torch.set_num_threads(1)
+# Autograd starts a thread for each device, which forks do not have. Where torch has CUDA and there is no GPU, it would
+# count the device of fake tensors among them, if its first backward were that of a capture.
+torch.ones((), requires_grad=True).backward()
 for _plan in ("data=2", "tensor=2"):
     for _rows in (8, 12):
         Compiler(ranks.captures(), Plan.parse(_plan)).compiled(ranks.batch(_rows))

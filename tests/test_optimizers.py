@@ -113,7 +113,27 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor], start: nn.Modul
     )
 
 
-@pytest.mark.parametrize("kind", [*OPTIMIZERS, Lamb], ids=lambda kind: kind.__name__)
+class Anchored(torch.optim.Optimizer):
+    """Its constructor makes its state, as those of torch's Adagrad do in some versions."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p] = {
+                "sum": torch.full_like(p, 0.5), "anchor": p.detach().clone(), "step": torch.tensor(0.0)
+            }  # fmt: skip
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                state["step"] += 1
+                state["sum"] += p.grad.square()
+                p -= group["lr"] / state["step"] * (p.grad / state["sum"].sqrt() + 0.1 * (p - state["anchor"]))
+
+
+@pytest.mark.parametrize("kind", [*OPTIMIZERS, Lamb, Anchored], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("plan", ["tensor=2 data=2 zero=1", "data=2 zero=3"])
 def test_every_optimizer_has_the_numbers_of_one_device_or_is_refused(kind: Any, plan: str) -> None:
     model = net(matrices_only=kind is torch.optim.Muon)

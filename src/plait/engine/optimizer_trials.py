@@ -4,6 +4,7 @@ parts."""
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import warnings
 from collections import defaultdict
@@ -25,6 +26,9 @@ from plait.spec.layout import Layout, Shard
 
 EXACT: dict[type, type] = {torch.optim.Adafactor: Adafactor, torch.optim.Muon: Muon}
 
+# State by key, of one parameter: a function of a parameter.
+_Constructed = dict[str, Callable[[Tensor], Any]]
+
 _filtering = threading.RLock()  # warning filters are global to the process
 _TRIED = (4, 6, 2, 2, 2, 2)  # shape of the tensors that an optimizer is tried on, up to the number of dims
 _SCALES = (1.0, 100.0, 0.01)  # scales of their gradients, at one of which a limit on updates takes effect
@@ -32,6 +36,15 @@ _APART = "updates an element by what others of its tensor, or other tensors, are
 
 # By optimizer: the meta tensors, by name, that it was given for the parameters of other ranks.
 _absent: WeakKeyDictionary[torch.optim.Optimizer, dict[str, nn.Parameter]] = WeakKeyDictionary()
+
+# By optimizer whose constructor makes state, as that of Adagrad does: what it makes, for each of its groups.
+_constructed: WeakKeyDictionary[torch.optim.Optimizer, list[_Constructed]] = WeakKeyDictionary()
+
+
+def note_constructed(optimizer: torch.optim.Optimizer) -> None:
+    """Record what state the constructor of a new optimizer has made."""
+    if optimizer.state:
+        _constructed[optimizer] = [_constructed_state(group["params"], optimizer) for group in optimizer.param_groups]
 
 
 def note_absent(optimizer: torch.optim.Optimizer, absent: Mapping[str, nn.Parameter]) -> None:
@@ -238,6 +251,8 @@ def tried(
     twin.__dict__ = without_hooks(optimizer)
     twin.state = defaultdict(dict)
     twin.param_groups = [{**group, **_options(group, tensors), "params": tensors}]
+    number = next((at for at, each in enumerate(optimizer.param_groups) if each is group), 0)
+    _construct_state(optimizer, twin, number, tensors)
     if hasattr(twin, "bind"):
         twin.bind(WholeTensor())
     with schedulers_restored([optimizer]):
@@ -246,6 +261,36 @@ def tried(
                 tensor.grad = gradient.clone(memory_format=torch.contiguous_format)
             twin.step()
     return twin.state
+
+
+def _constructed_state(parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> _Constructed:
+    """What the constructor made for the first of the parameters, but for tensors that are neither numbers, nor filled
+    with one, nor the parameter."""
+    found: _Constructed = {}
+    for parameter in [p for p in parameters if not p.is_meta][:1]:
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not torch.is_tensor(value) or value.ndim == 0:
+                found[key] = functools.partial(_copy_of, value)
+            elif value.shape == parameter.shape and value.numel():
+                first = value.flatten()[0]
+                dtype = None if value.dtype == parameter.dtype else value.dtype
+                if bool((value == first).all()):
+                    found[key] = functools.partial(torch.full_like, fill_value=first.item(), dtype=dtype)
+                elif torch.equal(value, parameter):
+                    found[key] = torch.clone
+    return found
+
+
+def _copy_of(value: Any, _parameter: Tensor) -> Any:
+    return copy.deepcopy(value)
+
+
+def _construct_state(optimizer: Any, twin: torch.optim.Optimizer, number: int, parameters: Sequence[Tensor]) -> None:
+    """Give a twin of the optimizer the state that its constructor makes for these parameters of a group."""
+    made = _constructed.get(optimizer, [])[number : number + 1] if isinstance(optimizer, torch.optim.Optimizer) else []
+    for each in made:
+        for parameter in parameters:
+            twin.state[parameter] |= {key: make(parameter.detach()) for key, make in each.items()}
 
 
 @contextmanager
@@ -312,8 +357,9 @@ def _twin_of(
         twins[key].__dict__ = {k: copy.deepcopy(v, memo) for k, v in own.items()}
         if state is not None:
             twins[key].state = copy.deepcopy(state, memo)
-        for group in twins[key].__dict__.get("param_groups", ()):
+        for number, group in enumerate(twins[key].__dict__.get("param_groups", ())):
             group.update(_options(group, group["params"]))
+            _construct_state(it, twins[key], number, group["params"])
         if hasattr(twins[key], "bind"):
             twins[key].bind(WholeTensor())
     return twins[id(wrapper)]

@@ -26,6 +26,7 @@ from plait.engine.optimizer_trials import (
     depends_on_others,
     depends_on_the_cut,
     note_absent,
+    note_constructed,
     wrapper_depends_on_the_cut,
 )
 from plait.errors import PlanError, Refusal
@@ -64,6 +65,7 @@ def make_optimizer(
     mine = {id(p) for _, p in named} | {id(p) for p in known}
     for path, member in members.items():
         not_capturable(member)
+        note_constructed(member)
         strangers = [p for group in member.param_groups for p in group["params"] if id(p) not in mine]
         if strangers:
             where = "" if alone else f" ({path or 'the outermost'} of {title_of(optimizer)})"
