@@ -6,10 +6,20 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
 CACHE = Path(__file__).parent.parent / "build" / "tests"
+
+
+def why_not() -> str:
+    """Why the libraries cannot be used here; empty if they can."""
+    if shutil.which("g++") is None:
+        return "there is no g++ to build a stand-in for a GPU with"
+    if (torch_folder() / "lib" / "libtorch_cuda.so").exists():
+        return "a stand-in for a GPU is for a torch without CUDA, and this one has it"
+    return ""
 
 
 def torch_folder() -> Path:

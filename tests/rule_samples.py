@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from rule_makers import b, f, i, op_of, split, u
 from rule_table import HALF, table
 from rule_twins import gpu_samples
 
-from plait.compile.ops import experts, pointwise
+from plait.compile.ops import OP_SPECS, experts, pointwise
 
 
 def pointwise_samples(op: Any) -> list[Sample]:
@@ -82,6 +83,10 @@ def all_samples() -> dict[Any, list[Sample]]:
     for name, cases in table().items():
         if (op := op_of(name)) is not None:
             found[op] = [Sample(op, *split(args)) for args in cases]
+    for view, samples in [*found.items()]:  # a copy of a view has the samples of the view
+        name = f"{view._schema.name.removeprefix('aten::')}_copy.{view._overloadname}"
+        if OP_SPECS[view].view is not None and (copy := op_of(name)) in OP_SPECS:
+            found.setdefault(copy, [replace(sample, op=copy) for sample in samples])
     for name, samples in gpu_samples().items():
         found[op_of(name)] = samples
     for name, args in (

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from device_library import why_not
 from host_gpu import LIBRARY, build
 
 ROOT = Path(__file__).parent.parent
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.xdist_group("devices")
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to build tests/host_gpu.cpp with")
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_the_device_suite_passes_on_a_gpu_in_the_memory_of_the_host(tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = os.environ | {LIBRARY: str(build(tmp_path)), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from device_library import why_not
 from fake_cuda import LIBRARY, build
 
 RANKS = Path(__file__).with_name("device_ranks.py")
@@ -30,7 +30,7 @@ CUT = "data=2 tensor=2"
 
 pytestmark = [
     pytest.mark.xdist_group("devices"),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to build tests/fake_cuda.cpp with"),
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from device_library import CACHE
 from torch import nn
+from torch.torch_version import TorchVersion
 
 import plait
 from plait.engine import engines
@@ -28,7 +29,8 @@ PLANS = (
     "replica=2 data=2 zero=3 tensor=2", "data=2 context=3 zero=2 micro=2 precision=fp16",
     "data=2 tensor=2 sequence=yes precision=bf16-params",
 )  # fmt: skip
-EXACT = 1e-10  # of float64
+# Of float64. A graph of torch 2.11 has the sums of fused attention in float32 there, which its kernel does not.
+EXACT = 1e-10 if TorchVersion(torch.__version__) >= (2, 12) else 1e-7
 
 with_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="jax is not installed: plait[xla]")
 pytestmark = [pytest.mark.xdist_group("xla"), pytest.mark.timeout(600)]

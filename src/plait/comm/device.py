@@ -25,6 +25,18 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def use_fake_tensors_first() -> None:
+    """Use fake tensors in this thread, before the threads that it starts do.
+
+    Where torch has CUDA but there is no GPU, torch 2.11 keeps a device guard of the first thread that uses them, and
+    reads it when that thread has ended (a segmentation fault).
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # not imported by what only communicates
+
+    with FakeTensorMode():
+        pass
+
+
 def default_kind() -> str:
     """The device type that processes compute on by default."""
     return _ACCELERATOR if torch.cuda.is_available() else "cpu"

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from plait.comm.algorithms import choose
-from plait.comm.device import make_current
+from plait.comm.device import make_current, use_fake_tensors_first
 from plait.comm.group import AloneComm
 from plait.comm.key_value_store import KeyValueStore
 from plait.comm.protocol import Comm, RankMonitor, channel_key, find_comm
@@ -83,6 +83,7 @@ def run_ranks(
 
     Raises RankFailed, from the exception of the first rank that raised.
     """
+    use_fake_tensors_first()
     meetings = Queues(mesh.size) if strict else Meetings(mesh.size)
     where = torch.device(device)
     worlds = [ThreadWorld(mesh, rank, where, meetings, algorithm) for rank in range(mesh.size)]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import torch
+from torch._ops import OpOverload
 
 from plait.compile.ops import (  # noqa: F401  (each registers its rows)
     attention,
@@ -55,6 +59,19 @@ NAMED: dict[str, OpSpec] = {
     "transformers.grouped_mm_fallback.default": matmul.GROUPED,
     "transformers.grouped_mm_fallback_backward.default": matmul.GROUPED_BACKWARD,
 }
+
+
+def _register_copies_of_views() -> None:
+    """Give the ops that functionalization writes for views, such as aten.select_copy, the rows of the views."""
+    for op, row in [*OP_SPECS.items()]:
+        if row.view is not None and row.known and isinstance(op, OpOverload):
+            name = op._schema.name.removeprefix("aten::")
+            copy = getattr(getattr(torch.ops.aten, f"{name}_copy", None), op._overloadname, None)
+            if copy is not None and copy not in OP_SPECS:
+                register(copy, spec=replace(row, view=None))
+
+
+_register_copies_of_views()
 
 
 def op_spec(op: Any) -> OpSpec:

@@ -178,10 +178,10 @@ def _to_real(call: Call) -> Sequence[int | None]:
 
 # Real and imaginary parts are a last dim of two, which stays whole. Sums come first: they are communicated as reals.
 register(
-    *overloads("view_as_complex", "view_as_complex_copy"),
+    *overloads("view_as_complex"),
     spec=OpSpec(factors=_existing(_to_complex).factors, formats=True),
 )
-register(*overloads("view_as_real", "view_as_real_copy"), spec=OpSpec(factors=_existing(_to_real).factors))
+register(*overloads("view_as_real"), spec=OpSpec(factors=_existing(_to_real).factors))
 state(*overloads("view_as_complex", "view_as_real"), view=View.PART)  # the dtype differs
 register(*overloads("roll"), spec=_keeping(_rolled))
 register(*overloads("tril", "triu"), spec=_keeping(_triangle))
@@ -319,7 +319,7 @@ def _strategies(call: Call, given: Placements, size: int) -> Sequence[Strategy]:
 
 
 register(
-    *overloads("view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy", "view_copy"),
+    *overloads("view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy"),
     spec=OpSpec(strategies=_strategies, linear=first_operand, sizes=1),
 )
 state(*overloads("view", "_unsafe_view", "reshape", "_reshape_alias"), view=View.RESHAPE)
