@@ -109,6 +109,19 @@ def normal(m: Any, b: Any) -> Tensor:
     return -torch.distributions.Normal(z, z.exp()).log_prob(b["t"]).mean()
 
 
+def is_small(z: Tensor, least: float) -> bool:
+    if least < 0:
+        return False
+    return bool((z.abs() < least).all())
+
+
+def has_a_check_of_its_own(m: Any, b: Any) -> Tensor:
+    z = m(b["x"])
+    if not is_small(z, 1e6):
+        raise ValueError("large")
+    return F.mse_loss(z, b["t"])
+
+
 def policy_gradient(m: Any, b: Any) -> Tensor:
     policy = torch.distributions.Categorical(logits=m(b["x"]))
     return -(policy.log_prob(policy.sample()) * b["t"][:, 0]).mean()
@@ -133,7 +146,7 @@ def samples(m: Any, b: Any) -> Tensor:
 
 
 READ_FOR_THE_EYE = [prints, prints_floats, prints_of_what_is_wrong, keeps, shows_array]
-CHECKED = [asserts, raises, normal, gaussian_nll]
+CHECKED = [asserts, raises, has_a_check_of_its_own, normal, gaussian_nll]
 COMPUTED = [divides_by_a_count, scales_by_losses, policy_gradient, shuffles, samples]
 
 

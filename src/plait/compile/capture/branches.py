@@ -24,16 +24,20 @@ def forced_branch(frame: FrameType) -> bool | None:
     """The truth value with which the frame continues, if with the other one it only raises; else None.
 
     The frame must be about to branch on a value: `assert x`, `if x: raise ...`, and chains of `and` and `or` in them.
+    Or it is about to return `bool(x)`, and its caller branches on that.
     """
-    code = instructions(frame.f_code)
-    at = _jump_at(frame, code)
+    asks, returned = frame, False
+    while asks.f_back is not None and _returns_truth(asks):
+        asks, returned = asks.f_back, True
+    code = instructions(asks.f_code)
+    at = _jump_at(asks, code, behind_call=returned)
     if at is None:
         return None
     targets = _targets(code, at)
     if targets is None:
         return None
-    caught = _caught(frame.f_code, code)
-    flow = _Flow(frame.f_code, code)
+    caught = _caught(asks.f_code, code)
+    flow = _Flow(asks.f_code, code)
     on_true, on_false = (_only_raises(flow, target, caught) for target in targets)
     if on_true == on_false:
         return None
@@ -49,10 +53,37 @@ def instruction_of(frame: FrameType) -> dis.Instruction | None:
     return next((each for each in instructions(frame.f_code) if each.offset == frame.f_lasti), None)
 
 
-def _jump_at(frame: FrameType, code: Sequence[dis.Instruction]) -> int | None:
-    """The place of the conditional jump that asks for the value that a frame is about to branch on."""
-    at = next((i for i, each in enumerate(code) if each.offset == frame.f_lasti), None)
-    return at if at is None or code[at].opname != "TO_BOOL" else at + 1
+def _jump_at(frame: FrameType, code: Sequence[dis.Instruction], behind_call: bool = False) -> int | None:
+    """The place of the conditional jump that asks for the value that a frame is about to branch on; `behind_call` if
+    the frame awaits the value from a call."""
+    at: int | None = _behind_call(frame, code)
+    if not behind_call:
+        at = next((i for i, each in enumerate(code) if each.offset == frame.f_lasti), None)
+    return at if at is None or at >= len(code) or code[at].opname != "TO_BOOL" else at + 1
+
+
+def _behind_call(frame: FrameType, code: Sequence[dis.Instruction]) -> int:
+    """The place behind the call that a frame awaits."""
+    at = sum(each.offset <= frame.f_lasti for each in code)  # the frame may have passed the caches of the call
+    while at < len(code) and code[at].opname == "CALL":  # Python 3.11 may call in what comes before it
+        at += 1
+    return at
+
+
+def _returns_truth(frame: FrameType) -> bool:
+    """Whether the frame awaits a call of `bool`, whose result it returns."""
+    code = instructions(frame.f_code)
+    at = _behind_call(frame, code)
+    if at >= len(code) or code[at].opname != "RETURN_VALUE" or code[at - 1].opname != "CALL":
+        return False
+    begins = _begins(code[at - 1])
+    called = (each.argval for each in code[:at] if each.opname.startswith("LOAD_GLOBAL") and _begins(each) == begins)
+    return "bool" in called and frame.f_globals.get("bool", bool) is bool
+
+
+def _begins(one: dis.Instruction) -> tuple[int | None, int | None]:
+    """Line and column at which the expression of an instruction begins."""
+    return (None, None) if one.positions is None else (one.positions.lineno, one.positions.col_offset)
 
 
 def _targets(code: Sequence[dis.Instruction], at: int) -> tuple[int, int] | None:
@@ -121,9 +152,7 @@ def part_behind_length(frame: FrameType) -> Part | None:
     `runs` then is whether the part runs if the length is not 0.
     """
     code = instructions(frame.f_code)
-    at = sum(each.offset <= frame.f_lasti for each in code)  # the frame may have passed the caches of the call
-    while at < len(code) and code[at].opname == "CALL":  # Python 3.11 may call in what comes before it
-        at += 1
+    at = _behind_call(frame, code)
     outcome: dict[bool, bool] = {False: False, True: True}  # whether the length is not 0 -> the condition
     if at + 1 < len(code) and code[at].opname.startswith("LOAD") and code[at + 1].opname == "COMPARE_OP":
         limit, compared = code[at].argval, _COMPARED.get(str(code[at + 1].argval).removeprefix("bool(").rstrip(")"))

@@ -62,9 +62,10 @@ NAMED: dict[str, OpSpec] = {
 
 
 def _register_copies_of_views() -> None:
-    """Give the ops that functionalization writes for views, such as aten.select_copy, the rows of the views."""
+    """Give the ops that functionalization writes for views, such as aten.select_copy, the rows of the views; but for
+    those that are given strides."""
     for op, row in [*OP_SPECS.items()]:
-        if row.view is not None and row.known and isinstance(op, OpOverload):
+        if row.view is not None and row.known and isinstance(op, OpOverload) and "stride" not in str(op._schema):
             name = op._schema.name.removeprefix("aten::")
             copy = getattr(getattr(torch.ops.aten, f"{name}_copy", None), op._overloadname, None)
             if copy is not None and copy not in OP_SPECS:
