@@ -5,10 +5,12 @@ import collections
 import contextvars
 import enum
 import functools
+import importlib
 import itertools
 import os
 import random
 import secrets
+import sys
 import threading
 import types
 import typing
@@ -221,6 +223,50 @@ def test_a_log_of_tensors_is_no_state():
 def test_what_one_step_leaves_to_the_next_in_python_is_refused_by_its_place(make, message):
     with pytest.raises(plait.PlaitError, match=message):
         plait.verify(net(), make(), batch(), "tensor=2")
+
+
+class Made(collections.OrderedDict):
+    """Makes a value of what it holds, as the activation functions of transformers are."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key)()
+
+
+class Losses:
+    """Collects the losses of layers, and has a new list for the next step."""
+
+    def __init__(self):
+        self.found = []
+
+    def total(self):
+        total, self.found = sum(self.found), []
+        return total
+
+
+def test_a_list_that_the_step_fills_and_exchanges_is_no_state():
+    losses = Losses()
+
+    def loss_fn(m, b):
+        losses.found.append(m(b["x"]).square().mean())
+        return losses.total()
+
+    assert plait.verify(net(), loss_fn, batch(), "tensor=2").ok
+    assert losses.found == []
+
+
+def test_what_a_dict_makes_of_its_values_is_not_asked_for(tmp_path, monkeypatch):
+    """And modules that a step imports stay."""
+    (tmp_path / "imported_late.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = Made(relu=None, act=nn.ReLU)
+
+    def loss_fn(m, b):
+        importlib.import_module("imported_late")
+        return made["act"](m(b["x"])).mean() * len(sys.modules) / len(sys.modules)
+
+    assert plait.verify(net(), loss_fn, batch(), "tensor=2").ok
+    assert "imported_late" in sys.modules
+    assert made.keys() == {"relu", "act"}
 
 
 def test_a_function_in_the_place_of_another_is_another_step():
