@@ -269,6 +269,15 @@ def test_what_a_dict_makes_of_its_values_is_not_asked_for(tmp_path, monkeypatch)
     assert made.keys() == {"relu", "act"}
 
 
+def test_modules_that_are_in_place_may_be_put_there():
+    def loss_fn(m, b):
+        return m.to(b["x"].device)(b["x"]).square().mean()
+
+    assert plait.verify(net(), loss_fn, batch(), "tensor=2").ok
+    with pytest.raises(plait.CaptureError, match="moves or casts a Sequential, with .to"):
+        plait.verify(net(), lambda m, b: m.float()(b["x"].float()).mean(), batch(), "tensor=2")
+
+
 def test_a_function_in_the_place_of_another_is_another_step():
     model = net()
     model.act = F.gelu

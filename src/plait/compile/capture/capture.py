@@ -38,7 +38,7 @@ from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.late_values import LateValues
 from plait.compile.capture.loss_values import RATIO, Loss, read_loss, sum_alone
 from plait.compile.capture.masked_indexing import Selections
-from plait.compile.capture.module_hooks import BackwardModules, ForwardModules
+from plait.compile.capture.module_hooks import BackwardModules, ForwardModules, modules_stay
 from plait.compile.capture.outside_tensors import Outside, check_leaves
 from plait.compile.capture.parameter_precision import changes_copy, place_casts
 from plait.compile.capture.precision import FULL, Precision
@@ -279,6 +279,7 @@ def _capture(
         recorder.outside = outside
         stack.enter_context(_plain_kernels())
         stack.enter_context(without_reentrance())
+        stack.enter_context(modules_stay())
         stack.enter_context(fake_mode)
         stack.enter_context(recorder)
         stack.enter_context(Exchange(model_fakes.made, outside.fake_of))
@@ -305,7 +306,7 @@ def _capture(
         except (LossError, PlanError):
             raise
         except Exception as error:
-            refusal = precision.refusal(error, recorder.module)
+            refusal = precision.refusal(error, forward.module_of(error))
             failed = capture_error(error, model, loss_fn, "in the forward pass", selections.in_expert_loop)
             failed.in_merged_loop = bool(selections.unrolled)
             if selections.has_finished:  # no line of the model was running any more
