@@ -325,6 +325,7 @@ def _capture(
         written |= model_fakes.replaced_buffers()
         moving = {name: p for name, p in model_fakes.parameters.items() if recorder.was_written(p)}
         rebound, effects = _effects(reached, outside, recorder)
+        outside.check_held(written)
         written |= moving | outside.written() | rebound
         results += [(Output("buffer", name), b) for name, b in written.items()]
         recorder.output([value for _, value in results])

@@ -59,7 +59,8 @@ class FakeParameters:
             if (new.shape, new.dtype) != (old.shape, old.dtype):
                 raise CaptureError(
                     f"the step replaces the buffer {name}, {old.dtype} of shape {list(old.shape)}, by a tensor of"
-                    f" {new.dtype} and shape {list(new.shape)}; a buffer keeps its type and shape"
+                    f" {new.dtype} and shape {list(new.shape)}; a buffer keeps its type and shape. If only the first"
+                    " forward makes it so, run the model once on a batch, model(x), before you hand it over"
                 )
             found[name] = new
         return found

@@ -5,6 +5,8 @@ Each becomes an input of the graph, named by its place.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -49,6 +51,8 @@ class Outside:
         self.differentiable: list[str] = []  # places of tensors to which autograd would give gradients
         self._by_id: dict[int, Tensor] = {}
         self._kept: list[Tensor] = []  # ids stay unique while these live
+        self._buffers = {recorder.node_of(fake): name for name, fake in model_fakes.buffers.items()}
+        self._held: set[str] = set()  # buffers whose numbers Python has read
         self._storages: dict[int, str] = {}
         for real_id, name in model_fakes.names.items():
             real = reached.own.get(real_id)
@@ -102,20 +106,37 @@ class Outside:
         """The tensors that the step has changed in place, with their new values."""
         return {name: fake for name, fake in self.fakes.items() if self._recorder.was_written(fake)}
 
-    def numbers(self, node: Node) -> dict[str, Tensor]:
-        """The tensors from outside that a node depends on, by the names of their nodes; {} if it depends on others too.
+    def numbers(self, node: Node, with_buffers: bool) -> dict[str, Tensor]:
+        """The tensors from outside that a node depends on, and `with_buffers` the buffers, by the names of their nodes;
+        {} if it depends on others too.
 
-        Python will read the node's value, so these tensors are compared at every step.
+        Python will read the node's value, so tensors from outside are compared at every step.
         """
-        roots = _roots(node)
-        constants = set(self._recorder.constant_nodes)
-        if any(root not in self.nodes and root not in constants for root in roots):
+        own = self._buffers if with_buffers else {}
+        roots = [root for root in _roots(node) if root not in self._recorder.constant_nodes]
+        if any(root not in self.nodes and root not in own for root in roots):
             return {}
-        reals = {root: self.reals[self.nodes[root]] for root in roots if root in self.nodes}
-        if any(real.numel() > _MOST_COMPARED or real.is_meta for real in reals.values()):
+        reals = {root: self._real(root) for root in roots}
+        if any(real is None or real.numel() > _MOST_COMPARED or real.is_meta for real in reals.values()):
             return {}
-        self.compared |= {self.nodes[root] for root in reals}
-        return {root.name: real for root, real in reals.items()}
+        self.compared |= {self.nodes[root] for root in roots if root in self.nodes}
+        self._held |= {own[root] for root in roots if root in own}
+        return {root.name: real for root, real in reals.items() if real is not None}
+
+    def _real(self, root: Node) -> Tensor | None:
+        """The real tensor of an input."""
+        if root in self.nodes:
+            return self.reals[self.nodes[root]]
+        names = self._model_fakes.names
+        return next((t for real_id, t in self._reached.own.items() if names.get(real_id) == self._buffers[root]), None)
+
+    def check_held(self, written: Collection[str]) -> None:
+        """Raise CaptureError if the step changes a buffer, of these, whose numbers Python has read."""
+        for name in self._held & {*written}:
+            raise CaptureError(
+                f"the step changes the buffer {name}, and Python needs a number in it, so that each step would be"
+                " another graph; use torch.where instead, and x.item() to print or keep the number"
+            )
 
 
 def _roots(node: Node) -> list[Node]:
