@@ -310,6 +310,15 @@ def test_experts_that_are_modules_are_computed_together(loop: Callable[..., Tens
     assert_verified(loop, "data=2", "data=2 zero=3 micro=2", "expert=2")
 
 
+def test_inside_experts_that_are_modules_columns_and_rows_are_split() -> None:
+    plans = "tensor=2", "expert=2 tensor=2", "data=2 tensor=2 zero=3"
+    assert_verified(each_in_its_place, *plans)
+    page = str(plait.explain(Modules(every).double(), loss_fn, made(faded)[1], "tensor=2"))
+    for number in range(EXPERTS):
+        for layout in ("0.weight f64[12@tensor, 8]", "0.bias f64[12@tensor]", "2.weight f64[8, 12@tensor]"):
+            assert f"experts.{number}.{layout}" in " ".join(page.split())
+
+
 class Normed(nn.Module):
     """A dropout before a router and experts with norms of their own."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from plait.compile.ir.calls import call_of, is_item, num_bytes, op_spec_of, output_values, placeholders, tensor_inputs
@@ -92,7 +93,10 @@ class Grower:
         for node in graph.nodes:
             inputs = self._inputs[node] = tensor_inputs(node) if node.op == "call_function" else []
             self._readers[node] = [user for user in node.users if leads_to_loss(user)]
-            if len(inputs) == 1 and inputs[0] in self.from_parameter and op_spec_of(node).role != "lookup":
+            alone = len(inputs) == 1 and op_spec_of(node).role != "lookup"
+            # Parameters of experts that are modules of their own: what is sharded of one is of all.
+            alike = bool(inputs) and node.target is torch.ops.aten.stack.default
+            if (alone or alike) and all(each in self.from_parameter for each in inputs):
                 self.from_parameter[node] = self.from_parameter[inputs[0]]
             if any(i in self.from_batch for i in inputs):
                 self.from_batch.add(node)
