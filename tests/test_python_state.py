@@ -269,6 +269,53 @@ def test_what_a_dict_makes_of_its_values_is_not_asked_for(tmp_path, monkeypatch)
     assert made.keys() == {"relu", "act"}
 
 
+class Making(nn.Module):
+    """Makes a buffer in its first forward, by `make` of its rows, and what `again` makes of it in each later one."""
+
+    def __init__(self, make, again=None):
+        super().__init__()
+        self.net, self.make, self.again = net(), make, again
+        self.register_buffer("kept", None)
+
+    def forward(self, x):
+        y = self.net(x)
+        if self.kept is None:
+            self.register_buffer("kept", self.make(y.detach()))
+        elif self.again is not None:
+            self.kept = self.again(self.kept)
+        return y * self.kept
+
+
+def mean_square(m, b):
+    return m(b["x"]).square().mean()
+
+
+def test_a_table_that_the_first_forward_keeps_is_made_in_each():
+    def table(y):
+        made = torch.zeros(16, dtype=torch.float64)
+        made[::2] = torch.arange(8.0)
+        return made
+
+    assert plait.verify(Making(table), mean_square, batch(), "tensor=2").ok
+    trainer = plait.Trainer(model := Making(table), mean_square, SGD, "data=1")
+    assert trainer.step(batch()) > trainer.step(batch())
+    assert model.kept is None
+
+
+@pytest.mark.parametrize(
+    ("make", "again"),
+    [
+        (lambda y: y.mean(0), None),
+        (lambda y: y.mean(0), lambda kept: kept * 0.9),
+        (lambda y: y.new_ones(()), torch.exp),
+    ],
+    ids=["of the first rows", "a moving average", "a count"],
+)
+def test_a_buffer_that_one_step_makes_for_the_next_is_refused(make, again):
+    with pytest.raises(plait.CaptureError, match="makes the buffer kept, and the next step goes on from it"):
+        plait.verify(Making(make, again), mean_square, batch(), "tensor=2")
+
+
 def test_modules_that_are_in_place_may_be_put_there():
     def loss_fn(m, b):
         return m.to(b["x"].device)(b["x"]).square().mean()

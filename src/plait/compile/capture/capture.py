@@ -29,6 +29,7 @@ from plait.compile.capture.expert_modules import ExpertModules
 from plait.compile.capture.fake_parameters import (
     Exchange,
     FakeParameters,
+    MadeBuffer,
     device_of,
     fake_leaf,
     fake_parameters,
@@ -134,6 +135,7 @@ class Captured:
         numbers: inputs of kind batch that are computed from the batch's numbers, by name.
         asked: conditions on the batch's numbers under which the graph is valid.
         fixed: numbers of the batch that are not inputs.
+        made: buffers that the step makes, and that the capture has undone.
     """
 
     graph: Graph
@@ -157,6 +159,7 @@ class Captured:
     numbers: dict[str, Fed] = field(default_factory=dict)
     asked: NumberAsked = field(default_factory=NumberAsked)
     fixed: frozenset[str] = frozenset()
+    made: tuple[MadeBuffer, ...] = ()
 
 
 def capture(
@@ -326,6 +329,7 @@ def _capture(
         moving = {name: p for name, p in model_fakes.parameters.items() if recorder.was_written(p)}
         rebound, effects = _effects(reached, outside, recorder)
         outside.check_held(written)
+        outside.check_made(made := model_fakes.made_buffers(), written)
         written |= moving | outside.written() | rebound
         results += [(Output("buffer", name), b) for name, b in written.items()]
         recorder.output([value for _, value in results])
@@ -370,6 +374,7 @@ def _capture(
         numbers=numbers.fed,
         asked=numbers.asked,
         fixed=frozenset(given.keys() - {*inputs_of}),
+        made=tuple(made),
     )
 
 

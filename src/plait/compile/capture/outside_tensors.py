@@ -5,7 +5,7 @@ Each becomes an input of the graph, named by its place.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from plait.compile.capture.fake_parameters import FakeParameters, fake_like, is_real
+from plait.compile.capture.fake_parameters import FakeParameters, MadeBuffer, fake_like, is_real
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.module_hooks import autograd_nodes
 from plait.compile.capture.reachable import Reached
@@ -130,6 +130,17 @@ class Outside:
         names = self._model_fakes.names
         return next((t for real_id, t in self._reached.own.items() if names.get(real_id) == self._buffers[root]), None)
 
+    def check_made(self, made: Sequence[MadeBuffer], written: Collection[str]) -> None:
+        """Raise CaptureError for a buffer that the step has made of more than constants, and of buffers that stay as
+        they are: the next step would read what this one has put there."""
+        steady = {node for node, name in self._buffers.items() if name not in written} | {
+            *self._recorder.constant_nodes
+        }
+        for each in made:
+            node = self._recorder.nodes.get(id(each.value))
+            if node is not None and not steady.issuperset(_roots(node)):
+                raise CaptureError(hands_on(each.name))
+
     def check_held(self, written: Collection[str]) -> None:
         """Raise CaptureError if the step changes a buffer, of these, whose numbers Python has read."""
         for name in self._held & {*written}:
@@ -137,6 +148,14 @@ class Outside:
                 f"the step changes the buffer {name}, and Python needs a number in it, so that each step would be"
                 " another graph; use torch.where instead, and x.item() to print or keep the number"
             )
+
+
+def hands_on(name: str) -> str:
+    """What is said of a buffer that a step makes for the next one."""
+    return (
+        f"the step makes the buffer {name}, and the next step goes on from it; register it in __init__, with its shape"
+        " and first value, or run the model once on a batch, model(x), before you hand it over"
+    )
 
 
 def _roots(node: Node) -> list[Node]:
