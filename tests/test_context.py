@@ -328,6 +328,7 @@ class WithClass(nn.Module):
         (model, "sequence=yes data=2", tokens(), "give tensor=N"),
         (Recurrent, "context=2", tokens() % 4, "splits .*% of the floating-point operations.* in lstm"),
         (Recurrent, "context=2 context.kind=ring", tokens() % 4, "finds no fused attention"),
+        (model, "context=2", tokens(24), "give it one position more; .*not dim 1 of batch, name it with a batch_spec"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(make: Any, plan: str, batch: Tensor, why: str) -> None:

@@ -154,6 +154,18 @@ def averaged_always(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tenso
     return out
 
 
+def with_zeros(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    """As MiniMind writes it: parameters without rows get zeros as gradients."""
+    for number, expert in enumerate(m.experts):
+        mask = ids == number
+        if mask.any():
+            token = mask.any(-1).nonzero().flatten()
+            out.index_add_(0, token, expert(x[token]) * top[mask].view(-1, 1))
+        elif m.training:
+            out[0, 0] += 0 * sum(p.sum() for p in expert.parameters())
+    return out
+
+
 def by_method(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
     for number in range(EXPERTS):
         add_rows(m, number, x, top, ids, out)
@@ -182,6 +194,16 @@ def with_rows(m: Counting, number: int, x: Tensor, top: Tensor, ids: Tensor, out
     return out
 
 
+def with_ones(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        token, place = torch.where(ids == number)
+        if token.numel() > 0:
+            out[token] += expert(x[token]) * top[token, place, None]
+        else:
+            out[0, 0] += 1 * sum(p.sum() for p in expert.parameters())
+    return out
+
+
 def each_its_own(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
     for number, act in enumerate((F.relu, F.silu, torch.tanh, F.gelu)):
         token, place = torch.where(ids == number)
@@ -193,7 +215,7 @@ def each_its_own(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) 
 
 TOGETHER = [
     by_numel, by_size, by_length, as_mixtral, of_the_hit, by_mask, as_deepseek, by_method, by_function, as_tutorials,
-    by_choice,
+    by_choice, with_zeros,
 ]  # fmt: skip
 
 
@@ -450,6 +472,7 @@ def all_rows(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> T
 
 
 DEPENDENT = [
+    with_ones,
     counted, counted_in_attribute, counted_in_buffer, counted_in_new_buffer, counted_globally, penalty, collected,
     more_than_one, more_than_two, of_another, otherwise, only_without, stopped, returned, averaged, divided,
     divided_by_length, last_that_ran, drawn, halved, first_written, faded, all_rows,

@@ -264,6 +264,31 @@ def by_number(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> T
     return out
 
 
+def by_tokens(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    """By the numbers of tokens, and the scores that a mask selects."""
+    for number, expert in enumerate(m.experts):
+        mask = ids == number
+        token = mask.any(-1).nonzero().flatten()
+        out.index_add_(0, token, expert(x[token]) * top[mask].view(-1, 1))
+    return out
+
+
+def by_column(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        token = torch.nonzero((ids == number).any(-1)).squeeze(-1)
+        out[token] += expert(x[token]) * top[ids == number].unsqueeze(1)
+    return out
+
+
+def each_in_its_place(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    """As DeepSeek writes it for training."""
+    flat, rows = ids.view(-1), x.repeat_interleave(2, dim=0)
+    found = torch.empty_like(rows)
+    for number, expert in enumerate(m.experts):
+        found[flat == number] = expert(rows[flat == number])
+    return (found.view(*top.shape, -1) * top.unsqueeze(-1)).sum(1)
+
+
 def num_products(loop: Callable[..., Tensor]) -> int:
     """The number of products of rows with the weights of all experts, in the forward pass."""
     torch.manual_seed(0)
@@ -279,10 +304,41 @@ def assert_verified(loop: Callable[..., Tensor], *plans: str) -> None:
         assert report.ok, (plan, report)
 
 
-@pytest.mark.parametrize("loop", [hit, every, by_mask, by_number])
+@pytest.mark.parametrize("loop", [hit, every, by_mask, by_number, by_tokens, by_column, each_in_its_place])
 def test_experts_that_are_modules_are_computed_together(loop: Callable[..., Tensor]) -> None:
     assert num_products(loop) == 2
-    assert_verified(loop, "data=2", "data=2 zero=3 micro=2")
+    assert_verified(loop, "data=2", "data=2 zero=3 micro=2", "expert=2")
+
+
+def test_inside_experts_that_are_modules_columns_and_rows_are_split() -> None:
+    plans = "tensor=2", "expert=2 tensor=2", "data=2 tensor=2 zero=3"
+    assert_verified(each_in_its_place, *plans)
+    page = str(plait.explain(Modules(every).double(), loss_fn, made(faded)[1], "tensor=2"))
+    for number in range(EXPERTS):
+        for layout in ("0.weight f64[12@tensor, 8]", "0.bias f64[12@tensor]", "2.weight f64[8, 12@tensor]"):
+            assert f"experts.{number}.{layout}" in " ".join(page.split())
+
+
+class Normed(nn.Module):
+    """A dropout before a router and experts with norms of their own."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.drop, self.moe = nn.Dropout(0.1), Modules(each_in_its_place)
+        for expert in self.moe.experts:
+            expert.insert(1, norm(12))  # type: ignore[operator]
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.moe(self.drop(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_experts_may_have_norms(norm: Callable[[int], nn.Module]) -> None:
+    torch.manual_seed(0)
+    report = plait.verify(Normed(norm).double(), loss_fn, made(faded)[1], "expert=2")
+    assert report.ok, report
 
 
 def with_one_bias(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
@@ -338,7 +394,16 @@ def used_after(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> 
     return out.index_add(0, token, rows)
 
 
-@pytest.mark.parametrize("loop", [read_between, of_others, of_some_alone, used_after])
+def in_another_order(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    """Scores in the order of places, beside tokens in their own."""
+    for number, expert in enumerate(m.experts):
+        token, place = torch.where(ids == number)
+        out = out.index_add(0, token, expert(x[token]) * top[token, place, None])
+        out = out + top.t()[ids.t() == number].sum()
+    return out
+
+
+@pytest.mark.parametrize("loop", [read_between, of_others, of_some_alone, used_after, in_another_order])
 def test_rounds_that_differ_are_computed_one_by_one(loop: Callable[..., Tensor]) -> None:
     assert num_products(loop) == 0
     assert_verified(loop, "data=2")

@@ -292,3 +292,45 @@ def test_ctc_loss_of_targets_without_padding_is_refused_by_its_line() -> None:
     }  # fmt: skip
     with pytest.raises(plait.CaptureError, match=r"test_late.py:\d+.*pad the targets"):
         plait.verify(Speech(), lambda m, b: F.ctc_loss(m(b["x"]), b["y"], b["frames"], b["letters"]), given, "data=1")
+
+
+class Tables(nn.Module):
+    """Asks for a number in a buffer, as a model does that makes the buffer anew where it was lost."""
+
+    def __init__(self, counts: bool = False) -> None:
+        super().__init__()
+        self.net, self.counts = net(), counts
+        self.register_buffer("angles", torch.ones(4, 2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.angles[0, 0] == 0:
+            x = x * 2
+        found: Tensor = self.net(x) * self.angles[0, 1].clone() * int(self.angles[1, 1].item())
+        if self.counts:
+            self.angles += 1
+        return found
+
+
+def square(m: nn.Module, b: Any) -> Tensor:
+    return m(b["x"]).square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_number_in_a_buffer_is_known_and_checked_when_the_step_runs() -> None:
+    verifier = plait.Verifier(Tables(), square, batch())
+    for plan in PLANS:
+        assert verifier.verify(plan).ok, plan
+    trainer = plait.Trainer(model := Tables(), square, SGD, "data=1")
+    trainer.step(batch())
+    model.angles.zero_()
+    with pytest.raises(plait.LossError, match=r"does not hold: .*test_late.py:\d+: \"if self.angles"):
+        trainer.step(batch())
+
+
+def test_a_number_in_a_buffer_that_the_step_changes_is_refused() -> None:
+    with pytest.raises(plait.PlaitError, match="changes the buffer angles, and Python needs a number in it"):
+        plait.verify(Tables(counts=True), square, batch(), "data=2")
+
+
+def test_arithmetic_with_an_array_that_is_not_known_is_refused_by_its_line() -> None:
+    with pytest.raises(plait.PlaitError, match=r"test_late.py:\d+.*Python needs the number in a tensor"):
+        plait.verify(net(), lambda m, b: m(b["x"]).mean() * (16 // b["m"].numpy()), batch(), "tensor=2")

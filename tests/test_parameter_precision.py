@@ -363,6 +363,23 @@ def test_batch_norm_stays_wide_and_kernels_of_two_dtypes_are_refused() -> None:
         plait.verify(Normed(True), square, rows, HALF)
 
 
+class TwoDtypes(nn.Module):
+    """Multiplies float32 with weights in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bi,ij->bj", x.float(), self.weight)
+
+
+def test_the_module_of_a_kernel_of_two_dtypes_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), TwoDtypes())
+    with pytest.raises(PlanError, match=rf"an op of 1 does not take .*{HALF} .*precision\.1=fp32"):
+        plait.verify(model, square, torch.randn(4, 4), HALF)
+
+
 def test_checkpoints_averages_and_evaluation(tmp_path: Path) -> None:
     """Weights are saved, averaged and gathered in float32, and evaluated in bfloat16."""
 

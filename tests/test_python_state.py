@@ -5,10 +5,12 @@ import collections
 import contextvars
 import enum
 import functools
+import importlib
 import itertools
 import os
 import random
 import secrets
+import sys
 import threading
 import types
 import typing
@@ -221,6 +223,106 @@ def test_a_log_of_tensors_is_no_state():
 def test_what_one_step_leaves_to_the_next_in_python_is_refused_by_its_place(make, message):
     with pytest.raises(plait.PlaitError, match=message):
         plait.verify(net(), make(), batch(), "tensor=2")
+
+
+class Made(collections.OrderedDict):
+    """Makes a value of what it holds, as the activation functions of transformers are."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key)()
+
+
+class Losses:
+    """Collects the losses of layers, and has a new list for the next step."""
+
+    def __init__(self):
+        self.found = []
+
+    def total(self):
+        total, self.found = sum(self.found), []
+        return total
+
+
+def test_a_list_that_the_step_fills_and_exchanges_is_no_state():
+    losses = Losses()
+
+    def loss_fn(m, b):
+        losses.found.append(m(b["x"]).square().mean())
+        return losses.total()
+
+    assert plait.verify(net(), loss_fn, batch(), "tensor=2").ok
+    assert losses.found == []
+
+
+def test_what_a_dict_makes_of_its_values_is_not_asked_for(tmp_path, monkeypatch):
+    """And modules that a step imports stay."""
+    (tmp_path / "imported_late.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = Made(relu=None, act=nn.ReLU)
+
+    def loss_fn(m, b):
+        importlib.import_module("imported_late")
+        return made["act"](m(b["x"])).mean() * len(sys.modules) / len(sys.modules)
+
+    assert plait.verify(net(), loss_fn, batch(), "tensor=2").ok
+    assert "imported_late" in sys.modules
+    assert made.keys() == {"relu", "act"}
+
+
+class Making(nn.Module):
+    """Makes a buffer in its first forward, by `make` of its rows, and what `again` makes of it in each later one."""
+
+    def __init__(self, make, again=None):
+        super().__init__()
+        self.net, self.make, self.again = net(), make, again
+        self.register_buffer("kept", None)
+
+    def forward(self, x):
+        y = self.net(x)
+        if self.kept is None:
+            self.register_buffer("kept", self.make(y.detach()))
+        elif self.again is not None:
+            self.kept = self.again(self.kept)
+        return y * self.kept
+
+
+def mean_square(m, b):
+    return m(b["x"]).square().mean()
+
+
+def test_a_table_that_the_first_forward_keeps_is_made_in_each():
+    def table(y):
+        made = torch.zeros(16, dtype=torch.float64)
+        made[::2] = torch.arange(8.0)
+        return made
+
+    assert plait.verify(Making(table), mean_square, batch(), "tensor=2").ok
+    trainer = plait.Trainer(model := Making(table), mean_square, SGD, "data=1")
+    assert trainer.step(batch()) > trainer.step(batch())
+    assert model.kept is None
+
+
+@pytest.mark.parametrize(
+    ("make", "again"),
+    [
+        (lambda y: y.mean(0), None),
+        (lambda y: y.mean(0), lambda kept: kept * 0.9),
+        (lambda y: y.new_ones(()), torch.exp),
+    ],
+    ids=["of the first rows", "a moving average", "a count"],
+)
+def test_a_buffer_that_one_step_makes_for_the_next_is_refused(make, again):
+    with pytest.raises(plait.CaptureError, match="makes the buffer kept, and the next step goes on from it"):
+        plait.verify(Making(make, again), mean_square, batch(), "tensor=2")
+
+
+def test_modules_that_are_in_place_may_be_put_there():
+    def loss_fn(m, b):
+        return m.to(b["x"].device)(b["x"]).square().mean()
+
+    assert plait.verify(net(), loss_fn, batch(), "tensor=2").ok
+    with pytest.raises(plait.CaptureError, match="moves or casts a Sequential, with .to"):
+        plait.verify(net(), lambda m, b: m.float()(b["x"].float()).mean(), batch(), "tensor=2")
 
 
 def test_a_function_in_the_place_of_another_is_another_step():

@@ -468,3 +468,38 @@ def test_the_user_is_told_what_stays_whole_and_why() -> None:
     line = next(line for line in page.splitlines() if line.startswith("tensor=2 splits"))
     assert "% of the parameters and " in line and "blocks.0.wide.weight (" in line
     assert "aten.sort.default in blocks.0 needs its whole output" in line
+
+
+class Delta(nn.Module):
+    """A state that each position decays, corrects and adds to, as in RWKV-7, in a loop over positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(5))
+        self.norm, self.out = nn.GroupNorm(4, 32), nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, positions, width = x.shape
+        read, key, value, decay, rate = (one(x).view(rows, positions, 4, 8) for one in self.given)
+        unit, decay, rate = F.normalize(key, dim=-1), decay.sigmoid(), rate.sigmoid()
+        key = key * (1 + (rate - 1) * 0.5)
+        state, found = x.new_zeros(rows, 4, 8, 8), []
+        for t in range(positions):
+            corrected = state @ (-unit[:, t])[..., None] @ (unit[:, t] * rate[:, t])[..., None, :]
+            state = state * decay[:, t, :, None, :] + corrected + value[:, t][..., None] @ key[:, t][..., None, :]
+            found.append((state @ read[:, t][..., None]).squeeze(-1))
+        y = self.norm(torch.stack(found, 1).reshape(-1, width)).view(x.shape)
+        return self.out(y + ((read * key).sum(-1, keepdim=True) * value).reshape(x.shape))  # type: ignore[no-any-return]
+
+
+def test_a_search_through_a_long_loop_ends() -> None:
+    """Each of its values may be sharded because a reader wants it so, and whole again because another does not."""
+    model = nn.ModuleList(nn.Sequential(nn.LayerNorm(32), Delta()) for _ in range(2))
+
+    def loss(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        for layer in layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+    found = Compiler(Captures(model, loss), Plan.parse("tensor=2")).compiled(torch.randn(2, 16, 32))
+    assert found.share is not None and found.share.parameters > 0

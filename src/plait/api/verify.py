@@ -308,8 +308,13 @@ class Verifier:
                 _round_as_within(optimizer, self.seed + step)
             optimizer.step()
         parameters = {n: p.detach() for n, p in named.items() if n not in changing}
-        buffers = dict(twin.named_buffers()) | {n: named[n].detach() for n in changing}
+        buffers = self._buffers_of(twin) | {n: named[n].detach() for n in changing}
         return RunResult(losses, gradients, parameters, buffers, scale, outputs[0])
+
+    def _buffers_of(self, twin: Twin) -> dict[str, Tensor]:
+        """A twin's buffers, without those that a step makes."""
+        own = dict(self.captures.model.named_buffers())
+        return {name: buffer for name, buffer in twin.named_buffers() if name in own}
 
     def _run_replicas(
         self,
@@ -349,7 +354,7 @@ class Verifier:
         parameters = {
             n: p.detach() for n, p in twins[0].named_parameters() if n in states and n not in self.captures.changing
         }
-        buffers = dict(twins[0].named_buffers())
+        buffers = self._buffers_of(twins[0])
         buffers |= {n: p.detach() for n, p in twins[0].named_parameters() if n in self.captures.changing}
         return RunResult(losses, gradients, parameters, buffers, scale, outputs[0])
 

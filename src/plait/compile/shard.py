@@ -260,7 +260,7 @@ def _check_cut(draft: Draft, axis: str, laid_out: Propagation, share: float) -> 
     if plan.context_kind != "auto" and (whole := whole_attention(laid_out)):
         refusal = unsplit_attention(plan, axis, size, whole)
         raise PlanError(refusal)
-    if little := little_of_the_step(axis, size, share, draft.whole_sequences):
+    if little := little_of_the_step(axis, size, share, draft.whole_sequences, draft.captured.sequence_dims):
         uneven = share < _NOTHING and all(length % size for length in lengths.values())
         refusal = no_sequence(axis, size, lengths) if uneven else little
         raise PlanError(refusal)

@@ -13,6 +13,7 @@ from torch import Tensor
 from plait.compile.capture.capture import Captured, Effect
 from plait.compile.capture.compare_steps import same_step
 from plait.compile.capture.late_values import LateNumber
+from plait.compile.capture.outside_tensors import hands_on
 from plait.compile.capture.python_state import MISSING
 from plait.compile.capture.reachable import PLAIN
 from plait.compile.capture.tracked_numbers import Asked, Tracked
@@ -49,6 +50,7 @@ def settled(found: Captured, watch: PythonWatch, again: Callable[[], Captured]) 
     CaptureError for a number that the step both changes and computes with, and for a tensor that one step leaves for
     the next.
     """
+    _check_made(found, again)
     plain = [
         e for e in found.effects if isinstance(e.now, PLAIN) and (e.before is MISSING or isinstance(e.before, PLAIN))
     ]
@@ -92,6 +94,26 @@ def settled(found: Captured, watch: PythonWatch, again: Callable[[], Captured]) 
                 " register_buffer before training begins, so that its value is kept"
             )
     return Changes(tuple(plain), same_step(found, second))
+
+
+def _check_made(found: Captured, again: Callable[[], Captured]) -> None:
+    """Raise CaptureError if the next step changes a buffer that this one has made."""
+    if not found.made:
+        return
+    before = [dict(each.module._buffers) for each in found.made]
+    try:
+        for each in found.made:
+            each.module._buffers[each.key] = torch.empty(each.value.shape, dtype=each.value.dtype, device="meta")
+        changed = {output.name for output in again().outputs if output.kind == "buffer"}
+    except CaptureError:  # it reads numbers of these, which are not known here
+        return
+    finally:
+        for each, buffers in reversed(list(zip(found.made, before, strict=True))):
+            each.module._buffers.clear()
+            each.module._buffers.update(buffers)
+    for each in found.made:
+        if each.name in changed:
+            raise CaptureError(hands_on(each.name))
 
 
 def examine(watch: PythonWatch, again: Callable[[], Captured], places: Iterable[str]) -> None:

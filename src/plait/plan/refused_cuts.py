@@ -57,21 +57,29 @@ def no_sequence(axis: str, size: int, lengths: Mapping[str, int], blocks: int = 
     )  # fmt: skip
 
 
-def little_of_the_step(axis: str, size: int, share: float, whole: Sequence[str]) -> Refusal | None:
+def little_of_the_step(
+    axis: str, size: int, share: float, whole: Sequence[str], dims: Mapping[str, int]
+) -> Refusal | None:
     """The refusal of an axis that cuts the sequence, but hardly any of the work.
 
     Args:
         share: the fraction of the floating-point operations that it splits.
         whole: the ops that need the whole sequence, with their modules.
+        dims: the dim of each tensor of the batch that is taken for its sequence.
     """
     if share >= _LEAST_SHARE:
         return None
-    joined = "if positions are put before those of the batch, as a CLS token is, have them in the batch instead; "
+    given = []
+    if any(each.startswith("aten.cat.") for each in whole[:4]):
+        given.append("if positions are put before the batch's, as a CLS token is, have them in the batch instead")
+    if "aten.slice.Tensor in the loss" in whole[:4]:
+        given.append("if inputs and targets are all but its last and its first position, give it one position more")
+    name, dim = next(iter(dims.items()))
+    given.append(f"use data=N or tensor=N; or if the sequence is not dim {dim} of {name}, name it with a batch_spec")
     return Refusal(
         f"{axis}={size} splits {100 * share:.0f}% of the floating-point operations",
         f"these need the whole sequence: {', '.join(whole[:4]) or 'all of them'}",
-        (joined if any(each.startswith("aten.cat.") for each in whole[:4]) else "")
-        + "use data=N or tensor=N, or name the dims that are the sequence with a batch_spec",
+        "; ".join(given),
     )  # fmt: skip
 
 
@@ -110,5 +118,5 @@ def unsplit_attention(plan: Plan, axis: str, size: int, whole: Sequence[str]) ->
         f"{axis}.kind={plan.context_kind} cannot split the attention in {', '.join(whole[:3])}",
         f"{axis}={size} does not divide its queries or its keys, or they are not parts of one sequence, or an op before"
         " it mixes neighbours, as a convolution does, of which a causal ring gives each rank every n-th",
-        f"leave {axis}.kind out: keys and values are then gathered there",
+        f"leave {axis}.kind out, with which keys and values are gathered where they are parts of one sequence",
     )  # fmt: skip

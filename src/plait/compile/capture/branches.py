@@ -4,11 +4,14 @@ which local variables are read later on."""
 from __future__ import annotations
 
 import dis
+import functools
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any
+
+from plait.compile.capture.log_only import idle_lines
 
 _MAX_STEPS = 400  # instructions to follow in order to decide whether a branch only raises
 _BETWEEN = ("CACHE", "EXTENDED_ARG")  # do nothing
@@ -143,7 +146,7 @@ def part_left_out(frame: FrameType) -> Part | None:
     something, or leaves the function."""
     code = instructions(frame.f_code)
     at = _jump_at(frame, code)
-    return None if at is None else _part(frame.f_code, code, at)
+    return None if at is None else _part(frame.f_code, code, at, idle_lines(frame))
 
 
 def part_behind_length(frame: FrameType) -> Part | None:
@@ -163,7 +166,8 @@ def part_behind_length(frame: FrameType) -> Part | None:
         outcome, at = {False: compared(0, limit), True: compared(1, limit)}, at + 2
     if at < len(code) and code[at].opname == "TO_BOOL":
         at += 1
-    found = _part(frame.f_code, code, at) if at < len(code) and outcome[False] != outcome[True] else None
+    tells = at < len(code) and outcome[False] != outcome[True]
+    found = _part(frame.f_code, code, at, idle_lines(frame)) if tells else None
     return found and replace(found, runs=outcome[True] == found.runs)
 
 
@@ -172,11 +176,11 @@ _COMPARED: dict[str, Callable[[int, int], bool]] = {
 }  # fmt: skip
 
 
-def _part(code: CodeType, every: Sequence[dis.Instruction], at: int) -> Part | None:
-    """The part that the conditional jump at this place leaves out."""
+def _part(code: CodeType, every: Sequence[dis.Instruction], at: int, idle: Collection[int]) -> Part | None:
+    """The part that the conditional jump at this place leaves out. What is in `idle` lines changes no number."""
     if (targets := _targets(every, at)) is None:
         return None
-    flow = _Flow(code, every)
+    flow = _Flow(code, every, idle)
     on_true, on_false = targets
     for runs, inside, outside in ((True, on_true, on_false), (False, on_false, on_true)):
         join = flow.skip_idle(outside)
@@ -208,8 +212,10 @@ def read_behind(frame: FrameType) -> set[str]:
 class _Flow:
     """The order in which instructions may follow each other, by their places in a list."""
 
-    def __init__(self, code: CodeType, every: Sequence[dis.Instruction]) -> None:
+    def __init__(self, code: CodeType, every: Sequence[dis.Instruction], idle: Collection[int] = ()) -> None:
         self.every = every
+        lines = [None if each.positions is None else each.positions.lineno for each in every]
+        self._idle = {i for i, line in enumerate(lines) if line in idle}
         self._index = {each.offset: i for i, each in enumerate(every)}
         self._last = max(self._index)
         self._handlers = [
@@ -238,11 +244,18 @@ class _Flow:
 
     def skip_idle(self, at: int) -> int:
         """The first instruction from here that does anything."""
+        if at in self._idle:
+            behind = {i for each in self.walk(at, self._behind_idle) for i in self.following(each)} & self._behind_idle
+            return self.skip_idle(behind.pop()) if len(behind) == 1 else at
         seen = set()
         while at not in seen and (self.every[at].opname in _IDLE or self._always_jumps(at)):
             seen.add(at)
             (at,) = self.following(at)
         return at
+
+    @functools.cached_property
+    def _behind_idle(self) -> set[int]:
+        return set(range(len(self.every))) - self._idle
 
     def _always_jumps(self, at: int) -> bool:
         name = self.every[at].opname

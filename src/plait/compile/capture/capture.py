@@ -29,6 +29,7 @@ from plait.compile.capture.expert_modules import ExpertModules
 from plait.compile.capture.fake_parameters import (
     Exchange,
     FakeParameters,
+    MadeBuffer,
     device_of,
     fake_leaf,
     fake_parameters,
@@ -38,7 +39,7 @@ from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.late_values import LateValues
 from plait.compile.capture.loss_values import RATIO, Loss, read_loss, sum_alone
 from plait.compile.capture.masked_indexing import Selections
-from plait.compile.capture.module_hooks import BackwardModules, ForwardModules
+from plait.compile.capture.module_hooks import BackwardModules, ForwardModules, modules_stay
 from plait.compile.capture.outside_tensors import Outside, check_leaves
 from plait.compile.capture.parameter_precision import changes_copy, place_casts
 from plait.compile.capture.precision import FULL, Precision
@@ -134,6 +135,7 @@ class Captured:
         numbers: inputs of kind batch that are computed from the batch's numbers, by name.
         asked: conditions on the batch's numbers under which the graph is valid.
         fixed: numbers of the batch that are not inputs.
+        made: buffers that the step makes, and that the capture has undone.
     """
 
     graph: Graph
@@ -157,6 +159,7 @@ class Captured:
     numbers: dict[str, Fed] = field(default_factory=dict)
     asked: NumberAsked = field(default_factory=NumberAsked)
     fixed: frozenset[str] = frozenset()
+    made: tuple[MadeBuffer, ...] = ()
 
 
 def capture(
@@ -279,6 +282,7 @@ def _capture(
         recorder.outside = outside
         stack.enter_context(_plain_kernels())
         stack.enter_context(without_reentrance())
+        stack.enter_context(modules_stay())
         stack.enter_context(fake_mode)
         stack.enter_context(recorder)
         stack.enter_context(Exchange(model_fakes.made, outside.fake_of))
@@ -305,7 +309,7 @@ def _capture(
         except (LossError, PlanError):
             raise
         except Exception as error:
-            refusal = precision.refusal(error, recorder.module)
+            refusal = precision.refusal(error, forward.module_of(error))
             failed = capture_error(error, model, loss_fn, "in the forward pass", selections.in_expert_loop)
             failed.in_merged_loop = bool(selections.unrolled)
             if selections.has_finished:  # no line of the model was running any more
@@ -324,6 +328,8 @@ def _capture(
         written |= model_fakes.replaced_buffers()
         moving = {name: p for name, p in model_fakes.parameters.items() if recorder.was_written(p)}
         rebound, effects = _effects(reached, outside, recorder)
+        outside.check_held(written)
+        outside.check_made(made := model_fakes.made_buffers(), written)
         written |= moving | outside.written() | rebound
         results += [(Output("buffer", name), b) for name, b in written.items()]
         recorder.output([value for _, value in results])
@@ -368,6 +374,7 @@ def _capture(
         numbers=numbers.fed,
         asked=numbers.asked,
         fixed=frozenset(given.keys() - {*inputs_of}),
+        made=tuple(made),
     )
 
 

@@ -27,7 +27,7 @@ from torch.fx import Node
 
 from plait.compile.capture.branches import read_behind
 from plait.compile.capture.expert_modules import ExpertModules
-from plait.compile.capture.expert_stand_ins import ExpertRows, OwnRow
+from plait.compile.capture.expert_stand_ins import Answer, ExpertRows, LoopIndex, OwnRow
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.loop_state import LoopState, Totals, calls_since, check_loop, is_settled, last_call
 from plait.compile.capture.masked_rows import Addition, Owner, Selected, UnknownCount, dynamic
@@ -38,6 +38,7 @@ from plait.compile.ir.views import writes_in_place
 from plait.compile.ops.draw import draw
 
 _MOST_STEPS = 64  # from the experts of rows to a mask
+_FLAT = -1  # in place of a dim: the number of the row
 
 
 class ExpertLoop:
@@ -57,7 +58,8 @@ class ExpertLoop:
         self.tables: dict[tuple[int, ...], Tensor] = {}  # parameters of all experts, by the ids of these
         self.same: set[tuple[Node, Node]] = set()  # calls of two rounds that compute the same
         self.first_addition = self.last_addition = last_call(recorder)  # the calls before rows are added
-        self.additions: list[tuple[int, Node, Node, float]] = []  # a total, and the indices and rows that it gets
+        # A total, and the indices and rows that it gets, added with a factor, or with None in place of what was there.
+        self.additions: list[tuple[int, Node, Node, float | None]] = []
         self.ids: Tensor | None = None  # [S], the place of each row
         self.root: Node | None = None  # what ids are computed from
         self.order: tuple[int, ...] = ()  # the dims of a mask behind the first, as dims of the root
@@ -147,8 +149,10 @@ class ExpertLoop:
     def finds_place(self, mask: Tensor, root: Node, number: int, num: int) -> bool:
         """Whether the mask is true at the rows of this one of `num` places. If so, rows have the places of `root`."""
         node, value = self.recorder.node_of(mask), root.meta["val"]
-        for order in itertools.permutations(range(mask.ndim)) if value.ndim == mask.ndim else ():
-            if [value.shape[d] for d in order] == list(mask.shape) and self._is_place(node, root, order, number, num):
+        orders = itertools.permutations(range(mask.ndim)) if value.ndim == mask.ndim else [(_FLAT,)]
+        for order in orders if value.numel() == mask.numel() and (mask.ndim in (1, value.ndim)) else ():
+            fits = order == (_FLAT,) or [value.shape[d] for d in order] == list(mask.shape)
+            if fits and self._is_place(node, root, order, number, num):
                 found = self.recorder.tensor_of(root)
                 if found is not None:
                     self.root, self.order = root, order
@@ -159,7 +163,7 @@ class ExpertLoop:
     def _is_place(self, mask: Node, root: Node, order: tuple[int, ...], number: int, num: int) -> bool:
         def is_place(ids: Tensor, given: dict[Node, Tensor]) -> bool:
             found = known_value(mask, given, {})
-            return isinstance(found, Tensor) and torch.equal(found != 0, given[root].permute(order).long() == number)
+            return isinstance(found, Tensor) and torch.equal(found != 0, _in_order(given[root], order).long() == number)
 
         return is_settled(self.recorder, mask, root) and holds_for_samples(mask, root, num, is_place, order, number)
 
@@ -204,6 +208,8 @@ class ExpertLoop:
     def is_once_along(self, dim: int) -> bool:
         """Whether rows with one index in this dim certainly have different places, as those of a topk have."""
         assert self.root is not None
+        if dim == _FLAT:
+            return True
         node, shape = self.root, self.root.meta["val"].shape
         other = [d for d in range(len(shape)) if d != dim and shape[d] > 1]
         while (source := same_order(node)) is not None and source.meta["val"].shape[-1] == shape[-1]:
@@ -222,7 +228,7 @@ class ExpertLoop:
         assert self.ids is not None and self.root is not None
         shape = tuple(self.root.meta["val"].shape)
         place = torch.arange(len(self.ids), device=self.ids.device)
-        return [place // math.prod(shape[d + 1 :]) % shape[d] for d in self.order]
+        return [place if d == _FLAT else place // math.prod(shape[d + 1 :]) % shape[d] for d in self.order]
 
 
 class ExpertRound:
@@ -332,12 +338,18 @@ class ExpertRound:
                 self.keep = self.keep & condition
         return tuple(ExpertRows(each, self, dim) for each, dim in zip(loop.positions(), loop.order, strict=True))
 
+    def are_all(self, rows: ExpertRows) -> bool:
+        """Whether indices are the numbers of all rows, each in the round of its place."""
+        assert self.loop.root is not None
+        own = rows.dim == _FLAT or (rows.dim == 0 and self.loop.root.meta["val"].ndim == 1)
+        return own and self.every and rows.body is self
+
     def are_distinct(self, rows: ExpertRows) -> bool:
         """Whether indices that a mask gave are certainly distinct within each place."""
         return rows.dim is not None and self.loop.is_once_along(rows.dim)
 
-    def adding(self, x: Tensor, index: Tensor, rows: Tensor, alpha: float, add: Callable[[], Tensor]) -> Tensor:
-        """Add rows to a value that was there before the loop, with `add`."""
+    def adding(self, x: Tensor, index: Tensor, rows: Tensor, alpha: float | None, add: Callable[[], Tensor]) -> Tensor:
+        """Add rows to a value that was there before the loop, or write them there, with `add`."""
         recorder, totals = self.loop.recorder, self.loop.totals
         number = totals.number_of(x)
         addition = number, self.node_of(index), self.node_of(rows), alpha
@@ -358,7 +370,7 @@ class ExpertRound:
         self.owner.note_addition(Addition(calls_since(recorder, last), x, found, before, self.mask, self))
         return found
 
-    def _check_same(self, addition: tuple[int, Node, Node, float]) -> None:
+    def _check_same(self, addition: tuple[int, Node, Node, float | None]) -> None:
         """Raise unless the first round added the same, for this place too."""
         number, *nodes, alpha = addition
         first = self.loop.additions[self._num_additions : self._num_additions + 1]
@@ -418,7 +430,7 @@ class ExpertRound:
             raise dynamic()
 
     def _may_become(self, old: Any, new: Any) -> bool:
-        if new is old or isinstance(new, (ExpertRows, OwnRow, LoopIndex, UnknownCount, _Answer)):
+        if new is old or isinstance(new, (ExpertRows, OwnRow, LoopIndex, UnknownCount, Answer)):
             return True
         if isinstance(new, Tensor):
             return self.loop.totals.is_one(new)
@@ -427,66 +439,9 @@ class ExpertRound:
         return type(new) is type(old) and isinstance(new, (int, float, str)) and new == old
 
 
-class LoopIndex:
-    """The number of the place, which a loop over places gives to its body."""
-
-    def __init__(self, body: ExpertRound, ndim: int) -> None:
-        self._body = body
-        self._ndim = ndim
-
-    def __getitem__(self, index: Any) -> LoopIndex:
-        if self._ndim != 1 or index not in (0, -1):
-            raise dynamic()
-        return LoopIndex(self._body, 0)
-
-    def squeeze(self, dim: int = 0) -> LoopIndex:
-        return LoopIndex(self._body, 0)
-
-    def of(self, x: Tensor) -> OwnRow:
-        """The row of a table of each place."""
-        return OwnRow(x.unsqueeze(1) if self._ndim else x, self._body)
-
-    def __eq__(self, other: object) -> Any:
-        return _Answer(self._body, other)
-
-    def __ne__(self, other: object) -> Any:
-        return _Answer(self._body, other, negated=True)
-
-    __hash__ = object.__hash__
-
-    def _unknown(self, *others: Any) -> Any:
-        raise dynamic()
-
-    def _number(self) -> int:
-        return self._body.known_number()
-
-    __index__ = __int__ = item = _number
-
-    def __format__(self, spec: str) -> str:
-        return format(self._body.known_number(), spec)
-
-    __bool__ = __float__ = __len__ = __iter__ = tolist = _unknown
-    __lt__ = __le__ = __gt__ = __ge__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _unknown
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise dynamic()
-
-
-class _Answer:
-    """Whether the place is a certain number, for Python to ask."""
-
-    def __init__(self, body: ExpertRound, number: object, negated: bool = False) -> None:
-        self._body, self._number, self._negated = body, number, negated
-
-    def __bool__(self) -> bool:
-        if type(self._number) is not int:
-            raise dynamic()
-        return self._body.is_place(self._number) is not self._negated
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise dynamic()
+def _in_order(value: Tensor, order: Sequence[int]) -> Tensor:
+    """The value with the dims of a mask, as `order` says."""
+    return value.reshape(-1) if tuple(order) == (_FLAT,) else value.permute(tuple(order))
 
 
 def _is_fractional(value: Tensor) -> bool:

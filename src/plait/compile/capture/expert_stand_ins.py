@@ -41,14 +41,23 @@ class Round(Protocol):
 
     def node_of(self, tensor: Tensor) -> Node: ...
 
+    def is_place(self, number: int) -> bool:
+        """Whether the place is the number."""
+
+    def known_number(self) -> int:
+        """The number of the place, for Python."""
+
     def rows(self, mask: Tensor) -> tuple[ExpertRows, ...]:
         """The indices that torch.where gives of the mask of one place."""
 
     def table_of(self, tensor: Tensor) -> Tensor | OwnRow:
         """For a parameter of the one expert that Python knows of, those of the experts of all rows."""
 
-    def adding(self, x: Tensor, index: Tensor, rows: Tensor, alpha: float, add: Callable[[], Tensor]) -> Tensor:
-        """Add rows to a value that was there before the loop, with `add`."""
+    def adding(self, x: Tensor, index: Tensor, rows: Tensor, alpha: float | None, add: Callable[[], Tensor]) -> Tensor:
+        """Add rows to a value that was there before the loop, or write them there, with `add`."""
+
+    def are_all(self, rows: ExpertRows) -> bool:
+        """Whether indices are the numbers of all rows, each in the round of its place."""
 
     def are_distinct(self, rows: ExpertRows) -> bool:
         """Whether indices that a mask gave are certainly distinct within each place."""
@@ -116,6 +125,9 @@ class ExpertRows(Selected):
     def like(self, values: Tensor) -> ExpertRows:
         return ExpertRows(values, self.body)
 
+    def reshaped(self, values: Tensor) -> ExpertRows:
+        return ExpertRows(values, self.body, self.dim if values.numel() == len(values) else None)
+
     def filled(self, values: Tensor, fill: float | None = None) -> Tensor:
         raise dynamic()
 
@@ -145,8 +157,10 @@ class ExpertRows(Selected):
         return found
 
     def write(self, x: Tensor, index: Any) -> None:
-        """x[index] = these rows, which must be x[index] with others added."""
+        """x[index] = these rows, which must be x[index] with others added, or each in a place of its own."""
         each = index if isinstance(index, tuple) else (index,)
+        if self.more is None and isinstance(each[0], ExpertRows) and all(one == slice(None) for one in each[1:]):
+            return self._write_all(x, each[0])
         if self.source is None or self.more is None or self.source[0] is not x or len(each) != 1:
             raise dynamic()
         if len(self.source[1]) != 1 or self.source[1][0] is not each[0]:
@@ -157,9 +171,79 @@ class ExpertRows(Selected):
         more = self.more.terms().to(x.dtype).expand(len(each[0].values), *x.shape[1:])
         self.body.adding(x, each[0].values, more, 1, lambda: x.index_add_(0, each[0].values, more))
 
+    def _write_all(self, x: Tensor, index: ExpertRows) -> None:
+        """x[index] = these rows, of which the rounds together write each once, and so all of x."""
+        same_rows([self, index])
+        rows = self.values.to(x.dtype)
+        if self.body.is_over or not self.body.are_all(index) or rows.shape != x.shape:
+            raise dynamic()
+        self.body.adding(x, index.values, rows, None, lambda: x.copy_(rows))
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _call(func, args, kwargs or {})
+
+
+class LoopIndex:
+    """The number of the place, which a loop over places gives to its body."""
+
+    def __init__(self, body: Round, ndim: int) -> None:
+        self._body = body
+        self._ndim = ndim
+
+    def __getitem__(self, index: Any) -> LoopIndex:
+        if self._ndim != 1 or index not in (0, -1):
+            raise dynamic()
+        return LoopIndex(self._body, 0)
+
+    def squeeze(self, dim: int = 0) -> LoopIndex:
+        return LoopIndex(self._body, 0)
+
+    def of(self, x: Tensor) -> OwnRow:
+        """The row of a table of each place."""
+        return OwnRow(x.unsqueeze(1) if self._ndim else x, self._body)
+
+    def __eq__(self, other: object) -> Any:
+        return Answer(self._body, other)
+
+    def __ne__(self, other: object) -> Any:
+        return Answer(self._body, other, negated=True)
+
+    __hash__ = object.__hash__
+
+    def _unknown(self, *others: Any) -> Any:
+        raise dynamic()
+
+    def _number(self) -> int:
+        return self._body.known_number()
+
+    __index__ = __int__ = item = _number
+
+    def __format__(self, spec: str) -> str:
+        return format(self._body.known_number(), spec)
+
+    __bool__ = __float__ = __len__ = __iter__ = tolist = _unknown
+    __lt__ = __le__ = __gt__ = __ge__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _unknown
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise dynamic()
+
+
+class Answer:
+    """Whether the place is a certain number, for Python to ask."""
+
+    def __init__(self, body: Round, number: object, negated: bool = False) -> None:
+        self._body, self._number, self._negated = body, number, negated
+
+    def __bool__(self) -> bool:
+        if type(self._number) is not int:
+            raise dynamic()
+        return self._body.is_place(self._number) is not self._negated
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise dynamic()
 
 
 give_operators(OwnRow)
@@ -186,6 +270,8 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         return _PRODUCTS[name](*args, **kwargs)
     if name == "index_add":
         return _index_add(func, *args, **kwargs)
+    if name in _NORMS and any(isinstance(one, OwnRow) for one in (*args, *kwargs.values())):
+        return _NORMS[name](func, *args, **kwargs)
     handler = HANDLERS.get(name)
     if handler is None:
         raise dynamic()
@@ -309,6 +395,26 @@ def _addmm(bias: Any, x: Any, weight: Any) -> ExpertRows:
     return rows.like(expert_addmm(table, values, weights, rows.body.ids))
 
 
+def _layer_norm(func: Any, x: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> ExpertRows:
+    return _norm(lambda rows: func(rows, shape, None, None, eps), x, weight, bias)
+
+
+def _rms_norm(func: Any, x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> ExpertRows:
+    return _norm(lambda rows: func(rows, shape, None, eps), x, weight, None)
+
+
+def _norm(compute: Callable[[Tensor], Tensor], x: Any, weight: Any, bias: Any) -> ExpertRows:
+    """A norm of the last dims of rows, scaled and shifted by the experts of rows; half precision is rounded once."""
+    if not isinstance(x, ExpertRows):
+        raise dynamic()
+    values = x.values.float() if x.values.dtype.itemsize < 4 else x.values
+    wide = x.like(compute(values))
+    weight, bias = (_looked_up(one, x.ndim) if isinstance(one, OwnRow) else one for one in (weight, bias))
+    scaled = wide if weight is None else wide * weight
+    found = scaled if bias is None else scaled + bias
+    return found.like(found.values.to(x.values.dtype))
+
+
 def _as_autocast(tensors: list[Tensor]) -> list[Tensor]:
     """The operands of a product, cast as torch.autocast casts them."""
     device = tensors[0].device.type
@@ -339,6 +445,7 @@ def _listed(x: Any) -> ExpertRows:
     return x
 
 
+_NORMS: dict[str, Callable[..., ExpertRows]] = {"layer_norm": _layer_norm, "rms_norm": _rms_norm}
 _LOOKS: dict[str, Callable[..., Any]] = {"where": _where, "nonzero": _nonzero, "numel": _numel, "tolist": _listed}
 _ON_TABLE: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("to", "float", "double", "half", "bfloat16"), _on_table),

@@ -26,6 +26,16 @@ from plait.errors import CaptureError, PlanError
 _PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
+@dataclass(frozen=True, eq=False)
+class MadeBuffer:
+    """A buffer that the forward has made, such as a table that it keeps: `name` is `key` of `module`."""
+
+    name: str
+    module: nn.Module
+    key: str
+    value: Tensor
+
+
 @dataclass
 class FakeParameters:
     """The fake tensors of a model.
@@ -37,6 +47,7 @@ class FakeParameters:
         places: for each buffer its module and its key there.
         made: fake tensors by the id of the real tensor.
         names: names by the id of the real or the fake tensor.
+        modules: the model's modules, by name, each with the buffers that it had before the step.
     """
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -45,6 +56,16 @@ class FakeParameters:
     places: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
     made: dict[int, Tensor] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
+    modules: dict[str, tuple[nn.Module, set[str]]] = field(default_factory=dict)
+
+    def made_buffers(self) -> list[MadeBuffer]:
+        """The buffers that the forward has made where there were none."""
+        return [
+            MadeBuffer(f"{prefix}.{key}" if prefix else key, module, key, value)
+            for prefix, (module, had) in self.modules.items()
+            for key, value in module._buffers.items()
+            if value is not None and key not in had
+        ]
 
     def replaced_buffers(self) -> dict[str, Tensor]:
         """New values of buffers that the forward has assigned: `self.ema = 0.9 * self.ema + ...`.
@@ -59,7 +80,8 @@ class FakeParameters:
             if (new.shape, new.dtype) != (old.shape, old.dtype):
                 raise CaptureError(
                     f"the step replaces the buffer {name}, {old.dtype} of shape {list(old.shape)}, by a tensor of"
-                    f" {new.dtype} and shape {list(new.shape)}; a buffer keeps its type and shape"
+                    f" {new.dtype} and shape {list(new.shape)}; a buffer keeps its type and shape. If only the first"
+                    " forward makes it so, run the model once on a batch, model(x), before you hand it over"
                 )
             found[name] = new
         return found
@@ -103,6 +125,8 @@ def fake_parameters(
     found = FakeParameters()
     seen: dict[int, Tensor] = {}  # real and fake tensors by their ids
     try:
+        for prefix, module in model.named_modules():
+            found.modules[prefix] = (module, {key for key, value in module._buffers.items() if value is not None})
         for prefix, module in list(model.named_modules(remove_duplicate=False)):
             for own, where in ((module._parameters, found.parameters), (module._buffers, found.buffers)):
                 for key, real in list(own.items()):

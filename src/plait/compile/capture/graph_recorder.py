@@ -41,7 +41,7 @@ class NodeLookup(Protocol):
     """Knows the tensors from outside the step (compile/capture/outside_tensors.py)."""
 
     def fake_of(self, real: Tensor) -> Tensor: ...
-    def numbers(self, node: Node) -> dict[str, Tensor]: ...
+    def numbers(self, node: Node, with_buffers: bool) -> dict[str, Tensor]: ...
 
 
 class GraphRecorder(TorchDispatchMode):
@@ -124,13 +124,14 @@ class GraphRecorder(TorchDispatchMode):
         """Whether an op changed this tensor, or a view of it, in place."""
         return self._group_of[id(tensor)] in self._written
 
-    def known_value(self, tensor: Tensor) -> Tensor | None:
-        """The value of a tensor that depends only on constants and tensors from outside; None for others."""
+    def known_value(self, tensor: Tensor, with_buffers: bool = False) -> Tensor | None:
+        """The value of a tensor that depends only on constants and tensors from outside, and `with_buffers` on buffers;
+        None for others."""
         node = self.nodes.get(id(tensor))
         if node is None or self.mutating:
             return None
         constants = {n.name: self.constants[name] for n, name in zip(self.constant_nodes, self.constants, strict=True)}
-        outside = {} if self.outside is None else self.outside.numbers(node)
+        outside = {} if self.outside is None else self.outside.numbers(node, with_buffers)
         with _disable_current_modes(), torch.no_grad():
             return known_value(node, {**constants, **outside})
 

@@ -1,9 +1,9 @@
 """Values that Python reads from tensors during a capture, before the tensors have values.
 
-A value that depends on constants only is computed at once. Otherwise `loss.item()` returns a `LateNumber`, which
-computes as tensors do and prints as a question mark. A branch of which one side only raises (an assertion, the argument
-checks of torch.distributions) takes the other side, and the condition is checked when the step runs: if it does not
-hold, the loss is NaN, and the error for that names the line.
+A value that depends on constants only is computed at once, as is one of buffers, which is checked when the step runs.
+Otherwise `loss.item()` returns a `LateNumber`, which computes as tensors do and prints as a question mark. A branch of
+which one side only raises (an assertion, the argument checks of torch.distributions) takes the other side, and the
+condition is checked when the step runs: if it does not hold, the loss is NaN, and the error for that names the line.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ _MAX_STEPS = 400  # calls to run in order to know a value
 
 @dataclass(frozen=True)
 class LateCheck:
-    """A condition that Python asked for: when the step runs, the 0-d `tensor` must be `expected`."""
+    """What Python was told of a tensor: when the step runs, the 0-d `tensor` must be `expected`, a number or a truth
+    value."""
 
     tensor: Tensor
-    expected: bool
+    expected: float
     place: str  # file:line: "source"
 
 
@@ -56,11 +57,11 @@ class PartsLeftOut(Protocol):
 class LateValues(TorchFunctionMode):
     """While entered, answers what Python asks of tensors without values.
 
-    `known` returns the value of a tensor that depends on constants only, and None for others. `forward` says whether
-    the forward pass is running.
+    `known` returns the value of a tensor that depends on constants only, or with True on constants and buffers, and
+    None for others. `forward` says whether the forward pass is running.
     """
 
-    def __init__(self, known: Callable[[Tensor], Tensor | None], forward: Callable[[], bool]) -> None:
+    def __init__(self, known: Callable[[Tensor, bool], Tensor | None], forward: Callable[[], bool]) -> None:
         super().__init__()
         self.checks: list[LateCheck] = []
         self._known = known
@@ -97,7 +98,7 @@ class LateValues(TorchFunctionMode):
         if not self.checks:
             return loss
         with torch.no_grad():
-            holds = [(c.tensor != 0 if c.expected else c.tensor == 0).reshape(()) for c in self.checks]
+            holds = [_as_expected(check).reshape(()) for check in self.checks]
             every = functools.reduce(torch.logical_and, holds).to(loss.device)
         return torch.where(every, loss, torch.full_like(loss, float("nan")))
 
@@ -150,11 +151,23 @@ class LateValues(TorchFunctionMode):
 
     def scalar(self, tensor: Tensor) -> Any:
         """The number that Python asks of a fake tensor. Raises torch's own error if it cannot be known."""
-        known = self._known(tensor)
+        known = self._known(tensor, False)
         if known is None:
-            return self.truth(tensor, _needed())
+            return self._of_buffers(tensor)
         with _disable_current_modes():
             return known.item()
+
+    def _of_buffers(self, tensor: Tensor) -> Any:
+        """The number of a fake tensor that is computed from buffers which the step leaves as they are. That they have
+        these values is checked when the step runs, as a checkpoint or the user may give them others."""
+        frame = users_frame(sys._getframe(1))
+        known = self._known(tensor, True) if frame is not None and self._forward() and self._open else None
+        with _disable_current_modes():
+            found = None if known is None else known.item()
+        if frame is None or found is None or found != found:
+            return self.truth(tensor, _needed())
+        self.checks.append(LateCheck(tensor, found, source_line(frame)))
+        return found
 
     def _item(self, tensor: Tensor) -> Any:
         try:
@@ -181,7 +194,7 @@ class LateValues(TorchFunctionMode):
             return _IN_PRINT.get(func, math.nan)
 
     def _array(self, tensor: Tensor) -> Any:
-        known = self._known(tensor)
+        known = self._known(tensor, False)
         if known is not None:
             with _disable_current_modes():
                 return known.numpy()
@@ -360,6 +373,19 @@ class LateArray:
         if name.startswith("__") and name != "__array__":
             raise AttributeError(name)
         raise _needed()
+
+    def _number(self, *others: Any) -> Any:
+        raise _needed()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _number
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __getitem__ = __iter__ = _number
+    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __int__ = __float__ = _number
+
+
+def _as_expected(check: LateCheck) -> Tensor:
+    if isinstance(check.expected, bool):
+        return check.tensor != 0 if check.expected else check.tensor == 0
+    return check.tensor == check.expected
 
 
 def _needed() -> DataDependentOutputException:

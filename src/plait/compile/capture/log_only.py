@@ -22,6 +22,7 @@ _LOGS = frozenset(
     }
 )  # fmt: skip
 _TESTS = frozenset({"bool", "any", "all"})
+_READS = frozenset({"sum", "mean", "parameters", "named_parameters", "values", "float", "to", "view", "reshape"})
 _Path = list[ast.AST]  # from the module down to a node
 
 
@@ -66,6 +67,46 @@ def branch_without_output(frame: FrameType) -> bool | None:
         elif not (isinstance(node, ast.BoolOp) or _called(node) in _TESTS):
             return None
     return wanted
+
+
+def idle_lines(frame: FrameType) -> frozenset[int]:
+    """The lines of a branch of the `if` whose condition the frame computes, if it adds zeros at most:
+    `else: out[0] += 0 * sum(p.sum() for p in expert.parameters())`, which gives parameters a gradient."""
+    path = _path_of(frame)
+    statement = next((node for node in reversed(path) if isinstance(node, ast.stmt)), None)
+    if not isinstance(statement, ast.If) or statement.test not in path:
+        return frozenset()
+    branches = [each for each in (statement.body, statement.orelse) if all(map(_adds_zeros, each))]
+    return frozenset(line for each in branches for one in each for line in range(one.lineno, (one.end_lineno or 0) + 1))
+
+
+def _adds_zeros(statement: ast.AST) -> bool:
+    """Whether a statement does nothing, or adds zero times something that is only read."""
+    if isinstance(statement, ast.If):
+        return _only_reads(statement.test) and all(map(_adds_zeros, [*statement.body, *statement.orelse]))
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.value, ast.BinOp):
+        sum_of, target = statement.value, statement.targets[0]
+        same = ast.unparse(sum_of.left) == ast.unparse(target)
+        return isinstance(sum_of.op, (ast.Add, ast.Sub)) and same and _is_zero(sum_of.right) and _only_reads(target)
+    if isinstance(statement, ast.AugAssign):
+        adds = isinstance(statement.op, (ast.Add, ast.Sub))
+        return adds and _is_zero(statement.value) and _only_reads(statement.target)
+    return isinstance(statement, ast.Pass)
+
+
+def _is_zero(node: ast.AST) -> bool:
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
+        return False
+    zero = any(isinstance(one, ast.Constant) and one.value in (0, 0.0) for one in (node.left, node.right))
+    return zero and _only_reads(node)
+
+
+def _only_reads(node: ast.AST) -> bool:
+    """Whether an expression calls nothing but what reads parameters and reduces tensors."""
+    changes = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
+    calls = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
+    names = (one.id if isinstance(one, ast.Name) else getattr(one, "attr", "") for one in calls)
+    return not any(isinstance(each, changes) for each in ast.walk(node)) and all(name in _READS for name in names)
 
 
 def _only_shows(statement: ast.AST, function: ast.AST | None) -> bool:

@@ -22,9 +22,9 @@ import plait.compile.capture.masked_ops  # noqa: F401  (fills the table of what 
 from plait.compile.capture.branches import part_behind_length, part_left_out
 from plait.compile.capture.capture_errors import users_frame
 from plait.compile.capture.empty_rounds import EmptyRounds
-from plait.compile.capture.expert_loops import ExpertLoop, LoopIndex
+from plait.compile.capture.expert_loops import ExpertLoop
 from plait.compile.capture.expert_modules import ExpertModules
-from plait.compile.capture.expert_stand_ins import ExpertRows
+from plait.compile.capture.expert_stand_ins import ExpertRows, LoopIndex
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.late_values import LateValues
 from plait.compile.capture.loop_state import calls_since, last_call
@@ -146,10 +146,10 @@ class Selections(TorchFunctionMode):
             return NotImplemented
         first, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
         if _is_mask(first) and first.ndim and tuple(first.shape) == tuple(x.shape[: first.ndim]):
-            if self.merges and first.ndim == 1 and (found := self._unrolled_rows(first)) is not None:
-                (rows,) = found
-                places = [rows.body.place_in(one, length) for one, length in zip(rest, x.shape[1:], strict=False)]
-                return rows.read(x, (rows, *places))
+            if self.merges and (found := self._unrolled_rows(first, first.ndim == 1)) is not None:
+                others = zip(rest, x.shape[first.ndim :], strict=False)
+                places = [found[0].body.place_in(one, length) for one, length in others]
+                return found[0].read(x, (*found, *places))
             chosen = Selected.of(x.flatten(0, first.ndim - 1), first, self)
             return chosen[(slice(None), *rest)] if rest else chosen  # type: ignore[index]
         each = index if isinstance(index, tuple) else (index,)
@@ -171,8 +171,8 @@ class Selections(TorchFunctionMode):
 
     def _set_item(self, x: Any, index: Any, value: Any) -> Any:
         if isinstance(value, ExpertRows):
-            by_mask = _is_mask(index) and value.source is not None and self._unrolled_rows(index) is not None
-            return value.write(x, value.source[1] if by_mask and value.source is not None else index)
+            rows = self._unrolled_rows(index) if _is_mask(index) else None
+            return value.write(x, index if rows is None else rows if value.source is None else value.source[1])
         if not isinstance(value, Selected):
             return NotImplemented
         mask = index.keep if isinstance(index, Selected) and index.positions else index
@@ -199,13 +199,16 @@ class Selections(TorchFunctionMode):
             return self._loop.body.rows_of_known(mask)
         return self._unrolled_rows(mask)
 
-    def _unrolled_rows(self, mask: Tensor) -> tuple[ExpertRows, ...] | None:
-        """The rows of one expert of a loop over all of them, whose rounds Python runs."""
+    def _unrolled_rows(self, mask: Tensor, begins: bool = True) -> tuple[ExpertRows, ...] | None:
+        """The rows of one expert of a loop over all of them, whose rounds Python runs. With `begins` the mask may begin
+        a round."""
         if self._loop is not None and self._loop.body is not None:
             return None
         for loop in self.unrolled[-1:]:
-            if (rows := loop.rows_of(mask)) is not None:
+            if (rows := loop.rows_of(mask) if begins else loop.rows_now(mask)) is not None:
                 return rows
+        if not begins:
+            return None
         made = UnrolledLoop.of(mask, self, self._recorder, self._modules)
         if made is None:
             return None
@@ -230,6 +233,8 @@ class Selections(TorchFunctionMode):
             return NotImplemented
         if as_tuple and self.merges and (rows := self._rows_of_one(x)) is not None:
             return rows
+        if x.ndim == 1 and self.merges and x.dtype == torch.bool and (rows := self._unrolled_rows(x)) is not None:
+            return rows if as_tuple else rows[0].unsqueeze(1)
         mask = x if x.dtype == torch.bool else x != 0
         places = torch.unravel_index(torch.arange(x.numel(), device=x.device), tuple(x.shape))
         found = [Selected(p, self.mask(mask), self, x.ndim == 1) for p in places]

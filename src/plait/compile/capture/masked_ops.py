@@ -106,17 +106,14 @@ def _normalize(func: Any, x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-
 def _unsqueeze(func: Any, x: Selected, dim: int) -> Selected:
     if dim == 0 or dim == -x.ndim - 1:
         raise dynamic()
-    return x.like(x.values.unsqueeze(dim))
+    return x.reshaped(x.values.unsqueeze(dim))
 
 
 def _squeeze(func: Any, x: Selected, dim: Any = None) -> Selected:
     dims = [d for d in range(1, x.ndim) if x.values.shape[d] == 1] if dim is None else sorted(_dims(x, dim))
     if 0 in dims:
         raise dynamic()
-    found = x.like(x.values.squeeze(tuple(dims)))
-    # What nonzero() of a mask of one dim gives are places, in a tensor of two dims.
-    found.positions = x.positions and len(dims) == x.ndim - 1
-    return found
+    return x.reshaped(x.values.squeeze(tuple(dims)))
 
 
 def _pieces(func: Any, x: Selected, size: Any, dim: int = 0) -> tuple[Selected, ...]:
@@ -129,9 +126,9 @@ def _pieces(func: Any, x: Selected, size: Any, dim: int = 0) -> tuple[Selected, 
 def _flatten(func: Any, x: Selected, start_dim: int = 0, end_dim: int = -1) -> Selected:
     if x.ndim == 1:
         return x
-    if start_dim % x.ndim == 0:
+    if start_dim % x.ndim == 0 and math.prod(x.values.shape[1:]) != 1:
         raise dynamic()
-    return x.like(x.values.flatten(start_dim, end_dim))
+    return x.reshaped(x.values.flatten(start_dim, end_dim))
 
 
 def _view(func: Any, x: Selected, *shape: Any) -> Selected:
@@ -143,7 +140,7 @@ def _view(func: Any, x: Selected, *shape: Any) -> Selected:
     )
     if not known or (-1 not in rest and math.prod(rest) != row):
         raise dynamic()
-    return x.like(x.values.reshape(len(x.values), *rest))
+    return x.reshaped(x.values.reshape(len(x.values), *rest))
 
 
 def _transpose(func: Any, x: Selected, one: int, two: int) -> Selected:
@@ -186,7 +183,7 @@ def _get(func: Any, x: Any, index: Any) -> Any:
         ok = ok and all(i is Ellipsis or i is None or isinstance(i, (int, slice)) for i in items[1:])
     if not ok:
         raise dynamic()
-    return x.like(x.values[index])
+    return x.reshaped(x.values[index])
 
 
 # ---- what goes over the rows ----

@@ -91,6 +91,12 @@ class Selected:
         """Other values for the same rows."""
         return Selected(values, self.keep, self.owner)
 
+    def reshaped(self, values: Tensor) -> Selected:
+        """The same values in another shape; with one in each row, they are still the indices of the rows."""
+        found = self.like(values)
+        found.positions = self.positions and values.numel() == len(values)
+        return found
+
     def filled(self, values: Tensor, fill: float | None = None) -> Tensor:
         """The values, with a constant in the rows that do not count."""
         if fill is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +14,34 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from plait.compile.capture.graph_recorder import GraphRecorder
+from plait.errors import CaptureError
+
+_APPLY = nn.Module._apply
+
+
+@contextmanager
+def modules_stay() -> Iterator[None]:
+    """Context in which `module.to(...)` of this thread leaves a module alone whose tensors are so already. Otherwise it
+    raises CaptureError: fake tensors cannot be exchanged so."""
+    thread = threading.get_ident()
+
+    def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        if threading.get_ident() != thread:
+            moved: nn.Module = _APPLY(module, fn, recurse)
+            return moved
+        own = [*module.parameters(recurse), *module.buffers(recurse)]
+        if any(fn(tensor) is not tensor for tensor in own):
+            raise CaptureError(
+                f"the step moves or casts a {type(module).__name__}, with .to() or the like; do that before training"
+                " begins, and cast the module's inputs instead"
+            )
+        return module
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = _APPLY  # type: ignore[method-assign]
 
 
 def autograd_nodes(result: Tensor) -> Iterator[Any]:
@@ -36,6 +66,7 @@ class ForwardModules:
         self._stack: list[str] = []
         self._numbers: list[int] = []  # autograd's sequence number at each change of module
         self._modules: list[str] = []
+        self._raised: tuple[BaseException | None, str] = (None, "")
 
     def __enter__(self) -> ForwardModules:
         self._hooks = [
@@ -60,8 +91,14 @@ class ForwardModules:
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if threading.get_ident() == self._thread and id(module) in self._names and self._stack:
-            self._stack.pop()
+            name, error = self._stack.pop(), sys.exc_info()[1]
+            if error is not None and error is not self._raised[0]:
+                self._raised = error, name  # the innermost module leaves first
             self._change()
+
+    def module_of(self, error: BaseException) -> str:
+        """The module whose forward raised an error; '' if none did."""
+        return self._raised[1] if self._raised[0] is error else ""
 
     def _change(self) -> None:
         self._recorder.module = self._stack[-1] if self._stack else ""

@@ -5,13 +5,15 @@ Each becomes an input of the graph, named by its place.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from plait.compile.capture.fake_parameters import FakeParameters, fake_like, is_real
+from plait.compile.capture.fake_parameters import FakeParameters, MadeBuffer, fake_like, is_real
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.module_hooks import autograd_nodes
 from plait.compile.capture.reachable import Reached
@@ -49,6 +51,8 @@ class Outside:
         self.differentiable: list[str] = []  # places of tensors to which autograd would give gradients
         self._by_id: dict[int, Tensor] = {}
         self._kept: list[Tensor] = []  # ids stay unique while these live
+        self._buffers = {recorder.node_of(fake): name for name, fake in model_fakes.buffers.items()}
+        self._held: set[str] = set()  # buffers whose numbers Python has read
         self._storages: dict[int, str] = {}
         for real_id, name in model_fakes.names.items():
             real = reached.own.get(real_id)
@@ -102,20 +106,56 @@ class Outside:
         """The tensors that the step has changed in place, with their new values."""
         return {name: fake for name, fake in self.fakes.items() if self._recorder.was_written(fake)}
 
-    def numbers(self, node: Node) -> dict[str, Tensor]:
-        """The tensors from outside that a node depends on, by the names of their nodes; {} if it depends on others too.
+    def numbers(self, node: Node, with_buffers: bool) -> dict[str, Tensor]:
+        """The tensors from outside that a node depends on, and `with_buffers` the buffers, by the names of their nodes;
+        {} if it depends on others too.
 
-        Python will read the node's value, so these tensors are compared at every step.
+        Python will read the node's value, so tensors from outside are compared at every step.
         """
-        roots = _roots(node)
-        constants = set(self._recorder.constant_nodes)
-        if any(root not in self.nodes and root not in constants for root in roots):
+        own = self._buffers if with_buffers else {}
+        roots = [root for root in _roots(node) if root not in self._recorder.constant_nodes]
+        if any(root not in self.nodes and root not in own for root in roots):
             return {}
-        reals = {root: self.reals[self.nodes[root]] for root in roots if root in self.nodes}
-        if any(real.numel() > _MOST_COMPARED or real.is_meta for real in reals.values()):
+        reals = {root: self._real(root) for root in roots}
+        if any(real is None or real.numel() > _MOST_COMPARED or real.is_meta for real in reals.values()):
             return {}
-        self.compared |= {self.nodes[root] for root in reals}
-        return {root.name: real for root, real in reals.items()}
+        self.compared |= {self.nodes[root] for root in roots if root in self.nodes}
+        self._held |= {own[root] for root in roots if root in own}
+        return {root.name: real for root, real in reals.items() if real is not None}
+
+    def _real(self, root: Node) -> Tensor | None:
+        """The real tensor of an input."""
+        if root in self.nodes:
+            return self.reals[self.nodes[root]]
+        names = self._model_fakes.names
+        return next((t for real_id, t in self._reached.own.items() if names.get(real_id) == self._buffers[root]), None)
+
+    def check_made(self, made: Sequence[MadeBuffer], written: Collection[str]) -> None:
+        """Raise CaptureError for a buffer that the step has made of more than constants, and of buffers that stay as
+        they are: the next step would read what this one has put there."""
+        steady = {node for node, name in self._buffers.items() if name not in written} | {
+            *self._recorder.constant_nodes
+        }
+        for each in made:
+            node = self._recorder.nodes.get(id(each.value))
+            if node is not None and not steady.issuperset(_roots(node)):
+                raise CaptureError(hands_on(each.name))
+
+    def check_held(self, written: Collection[str]) -> None:
+        """Raise CaptureError if the step changes a buffer, of these, whose numbers Python has read."""
+        for name in self._held & {*written}:
+            raise CaptureError(
+                f"the step changes the buffer {name}, and Python needs a number in it, so that each step would be"
+                " another graph; use torch.where instead, and x.item() to print or keep the number"
+            )
+
+
+def hands_on(name: str) -> str:
+    """What is said of a buffer that a step makes for the next one."""
+    return (
+        f"the step makes the buffer {name}, and the next step goes on from it; register it in __init__, with its shape"
+        " and first value, or run the model once on a batch, model(x), before you hand it over"
+    )
 
 
 def _roots(node: Node) -> list[Node]:

@@ -54,7 +54,7 @@ class Precision:
         said = (str(error).splitlines() or [""])[0]
         if self == FULL:
             return None
-        what = f"{op or 'an op'} of {module or 'the loss'}"
+        what = f"{op or 'an op'} of {module or 'the model or the loss'}"
         if self.of_parameters is not None and re.search(r"\b(Half|BFloat16|dtypes?|scalar type)\b", said):
             remedy = f"precision.{module}=fp32" if module else "precision.MODULE=fp32, or cast what it gets"
             what = f"{what} does not take these dtypes with precision={self.name} ({said})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import contextvars
 import types
+from collections import OrderedDict
 from operator import is_
 from typing import Any
 
@@ -54,10 +55,14 @@ class DictHolder(Holder):
     __slots__ = ()
 
     def now(self) -> dict[Any, Any]:
-        return dict(self.of)
+        if type(self.of) is dict or not isinstance(self.of, dict):
+            return dict(self.of)
+        keys = OrderedDict.keys(self.of) if isinstance(self.of, OrderedDict) else dict.keys(self.of)
+        return {key: dict.__getitem__(self.of, key) for key in keys}  # its class may have a __getitem__ of its own
 
     def is_same(self) -> bool:
-        return len(self.of) == len(self.before) and all(map(is_, self.of.values(), self.before.values()))
+        now = self.of if type(self.of) is dict else self.now()
+        return len(now) == len(self.before) and all(map(is_, now.values(), self.before.values()))
 
     def put(self, key: Any, value: Any) -> None:
         if value is MISSING:

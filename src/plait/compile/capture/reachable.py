@@ -203,7 +203,7 @@ class Reached:
         # Modules that the function imports itself.
         modules |= {n: m for n in known - {*names} if isinstance(m := sys.modules.get(n), types.ModuleType)}
         for name, module in modules.items():
-            if not is_library(getattr(module, "__file__", None) or sys.executable):
+            if _is_users(module):
                 inner = [n for n in sorted(known) if n in module.__dict__]
                 inner = [n for n in inner if not isinstance(module.__dict__[n], types.ModuleType)]
                 self._some(f"{_root(place)}{name}.", module.__dict__, inner)
@@ -316,10 +316,15 @@ class Reached:
                     if pair[0] is not pair[1]:
                         yield holder, key, *pair
         for place, container in zip(self.empty_places, self.empty, strict=True):
-            if container and isinstance(container, (dict, list, deque)):
+            if container and isinstance(container, (dict, list, deque)) and self._is_at(place, container):
                 filled = DictHolder(place, container) if isinstance(container, dict) else ListHolder(place, container)
                 now, filled.before = filled.before, {}
                 yield from ((filled, key, MISSING, value) for key, value in now.items() if isinstance(value, Tensor))
+
+    def _is_at(self, place: str, container: Any) -> bool:
+        """Whether a container is still where it was found; another may have taken its place."""
+        holder, key = self.slots.get(place, (None, None))
+        return holder is None or holder.now().get(key) is container
 
     def put_back(self) -> None:
         """Restore what every holder, container and array held."""
@@ -378,6 +383,12 @@ def _is_open(kind: type) -> bool:
 @functools.cache
 def _file(kind: type) -> str:
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+
+
+def _is_users(module: types.ModuleType) -> bool:
+    """Whether a module is the user's own. One without a file is if it is not of Python itself, as sys is."""
+    file = getattr(module, "__file__", None)
+    return not is_library(file) if file else module.__name__.partition(".")[0] not in _CLOSED
 
 
 def _slots(kind: type) -> list[str]:

@@ -34,7 +34,8 @@ class UnrolledLoop(ExpertLoop):
         super().__init__(Selected(torch.arange(num), every, owner, True), recorder, modules)
         self.num = num
         self._rounds_so_far: list[ExpertRound] = []
-        self._mask: Node | None = None
+        self._mask: Node | None = None  # with which the last round began
+        self._began: tuple[int, ...] = ()  # the order of the rows that it gave
 
     @staticmethod
     def of(mask: Tensor, owner: Owner, recorder: GraphRecorder, modules: ExpertModules) -> UnrolledLoop | None:
@@ -48,19 +49,34 @@ class UnrolledLoop(ExpertLoop):
 
     def rows_of(self, mask: Tensor) -> tuple[ExpertRows, ...] | None:
         """The indices of the rows of the mask, which may begin the next round; None if it belongs to no round."""
-        node, number = self.recorder.node_of(mask), len(self._rounds_so_far)
-        if self._mask is not None and computes_same(root_of(self._mask), root_of(node)):
-            return self._rounds_so_far[-1].all_rows()
+        if (found := self.rows_now(mask)) is not None:
+            return found
+        number = len(self._rounds_so_far)
         if number == self.num:
             return None
         for each in self.roots_of(mask, any_number=True):
             if bound_of(each) == self.num and self.has_place(mask, each, number, self.num):
                 if self._rounds_so_far:
                     self._rounds_so_far[-1].end()
-                self._mask = node
+                self._mask, self._began = self.recorder.node_of(mask), self.order
                 self._rounds_so_far.append(ExpertRound(self, {}, number, adds=number == 0))
-                self._rounds_so_far[-1].mask = node
+                self._rounds_so_far[-1].mask = self._mask
                 return self._rounds_so_far[-1].all_rows()
+        return None
+
+    def rows_now(self, mask: Tensor) -> tuple[ExpertRows, ...] | None:
+        """The indices of the rows of the mask, if it is one of the round that runs."""
+        node, number = self.recorder.node_of(mask), len(self._rounds_so_far) - 1
+        if self._mask is None:
+            return None
+        if computes_same(root_of(self._mask), root_of(node)):
+            self.order = self._began
+            return self._rounds_so_far[-1].all_rows()
+        for each in self.roots_of(mask, any_number=True):
+            if bound_of(each) == self.num and self.has_place(mask, each, number, self.num):
+                # The mask of tokens, and that of their rows, give the same rows in the same order: that of tokens.
+                in_order = all(list(order) == sorted(order) for order in (self._began, self.order))
+                return self._rounds_so_far[-1].all_rows() if in_order else None
         return None
 
     @property

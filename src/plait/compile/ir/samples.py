@@ -112,17 +112,16 @@ def signature(node: Node, root: Node) -> tuple[Any, ...]:
     stack = [node]
     while stack:
         one = stack[-1]
-        missing = [source for source in one.all_input_nodes if source not in numbers] if one not in numbers else []
-        if one.op != "call_function" or one.target is draw:
-            missing = []
-        if missing:
+        is_given = one.op != "call_function" or one.target is draw
+        looked_up = () if is_given or one in numbers else one.all_input_nodes
+        if missing := [source for source in looked_up if source not in numbers]:
             stack += missing
             continue
         stack.pop()
         if one in numbers:
             continue
         numbers[one] = len(numbers)
-        if one.op != "call_function":
+        if is_given:
             found.append((one.op, one.name))
         else:
             args, kwargs = map_arg((one.args, one.kwargs), lambda source: ("node", numbers[source]))

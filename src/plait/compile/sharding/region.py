@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from plait.compile.ir.calls import call_of, is_item, num_bytes, op_spec_of, output_values, placeholders, tensor_inputs
@@ -24,6 +25,9 @@ from plait.spec.layout import REPLICATE, Partial, Placement, Replicate, Shard, d
 
 _MAX_REGION = 2000
 _MAX_BRANCH = 400  # values that may be sharded because a reader wants one more sharded input
+_MAX_STEPS = 20_000  # readers to look at for one region, which may be looked at again after each attempt that fails
+_MAX_TOTAL = 200_000  # the same for all regions, after which each gets few
+_FEW_STEPS = 2_000
 _SMALL = 8  # a sum is small if its input has at least this many times its bytes
 
 
@@ -79,6 +83,8 @@ class Grower:
         )
         self.halted: Node | None = None  # the furthest reader that needed a sharded value whole
         self.failed: tuple[Node, Region] | None = None  # the last region that failed, and the reader at which it did
+        self._left = 0  # steps that the region that grows may still take
+        self._total = _MAX_TOTAL
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.parameters = {n for n in placeholders(graph) if info_of(n).kind == "parameter"}
         self.from_parameter: dict[Node, Node] = {n: n for n in self.parameters}
@@ -92,7 +98,10 @@ class Grower:
         for node in graph.nodes:
             inputs = self._inputs[node] = tensor_inputs(node) if node.op == "call_function" else []
             self._readers[node] = [user for user in node.users if leads_to_loss(user)]
-            if len(inputs) == 1 and inputs[0] in self.from_parameter and op_spec_of(node).role != "lookup":
+            alone = len(inputs) == 1 and op_spec_of(node).role != "lookup"
+            # Parameters of experts that are modules of their own: what is sharded of one is of all.
+            alike = bool(inputs) and node.target is torch.ops.aten.stack.default
+            if (alone or alike) and all(each in self.from_parameter for each in inputs):
                 self.from_parameter[node] = self.from_parameter[inputs[0]]
             if any(i in self.from_batch for i in inputs):
                 self.from_batch.add(node)
@@ -104,7 +113,10 @@ class Grower:
         """
         region = Region(gathered=gathered)
         self.failed = None
-        if not self._grow([(parameter, seed)], region, _MAX_REGION):
+        self._left = given = _MAX_STEPS if self._total > 0 else _FEW_STEPS
+        has_grown = self._grow([(parameter, seed)], region, _MAX_REGION)
+        self._total -= given - self._left
+        if not has_grown:
             return None
         own = [n for n in use.users if n in region.placements] or use in region.placements
         seeded = bool(own) or op_spec_of(use).role == "lookup"
@@ -133,7 +145,8 @@ class Grower:
         while queue:
             _, node = heapq.heappop(queue)
             queued.discard(node)
-            if len(region.placements) > limit:
+            self._left -= 1
+            if len(region.placements) > limit or self._left < 0:
                 return False
             known = region.placements.get(node)
             if known is None and node in region.whole:
