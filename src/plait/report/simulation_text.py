@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -58,8 +59,8 @@ def memory_line(peak: float, room: float) -> str:
 
 def check_step_page(path: Path | None) -> None:
     """Raise PlanError for a page that cannot be written: its folder is not there, or it is a folder itself."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        why = "it is a folder" if path.is_dir() else f"there is no folder {str(path.absolute().parent)!r}"
+    if path is not None and (os.path.isdir(path) or not os.path.isdir(path.absolute().parent)):
+        why = "it is a folder" if os.path.isdir(path) else f"there is no folder {str(path.absolute().parent)!r}"
         raise PlanError(f"cannot write --html {str(path)!r}: {why}; give a file in a folder that is there")
 
 
