@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import memory_ranks
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -13,6 +14,7 @@ import plait
 from plait.api.cli import app
 from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.api.job.simulate_command import simulate_config
+from plait.compile.ops.experts import expert_mm
 from plait.cost.transformer import TransformerShape
 from plait.cost.transformer_simulation import SimulatedStep, program_of, simulate_step
 from plait.cost.transformer_step import estimate_step
@@ -201,6 +203,57 @@ def test_experts_share_weights_and_send_rows() -> None:
     assert cut[0] == pytest.approx(cut[1])
 
 
+class Routed(memory_ranks.Experts):
+    """Two experts for each token, whose results a router weighs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.gate = torch.nn.Linear(width, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.gate(x).softmax(-1).topk(2, -1).values.reshape(-1, 1)
+        rows = x.flatten(0, 1).unsqueeze(1).expand(-1, 2, -1).reshape(-1, x.shape[-1])
+        ids = torch.arange(len(rows), device=x.device) % 4
+        y = expert_mm(torch.nn.functional.gelu(expert_mm(rows, self.up, ids)), self.down, ids) * weights
+        return y.view(*x.shape[:2], 2, -1).sum(2)
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", "data=2 expert=2 tensor=2", "data=4 expert=2", "data=2 zero=1 micro=2"])
+def test_bytes_of_a_mixture_are_those_that_ranks_send(plan: str) -> None:
+    """By graphs that ranks run, and by closed forms, what a further layer sends."""
+    node = find_cluster("h100x8")
+    run, closed = [], []
+    shape = TransformerShape(1, 64, 4, 256, 32, tied=False, dropout=False, stores_scores=False, num_experts=4,
+                             experts_per_token=2)  # fmt: skip
+    for layers in (1, 2):
+        model, batch = BytesGPT(layers=layers, width=64, heads=4, sequence=32), memory_ranks.batch()
+        for block in model.blocks:
+            block.up, block.down = torch.nn.Identity(), Routed(64)
+        run.append(plait.simulate(model, loss_fn, batch, plan, node, memory=False).sent["node"])
+        closed.append(step(plan, 16, node, replace(shape, layers=layers)).estimate.sent["node"])
+    assert closed[1] - closed[0] == pytest.approx(run[1] - run[0], rel=0.02)  # but for biases and the router
+
+
+def test_heads_may_be_wider_and_experts_shared() -> None:
+    """Sizes that models' own cards say: of Qwen3 and PaLM all weights, of Qwen1.5-MoE those of a token too."""
+    plain = {"biases": False, "learned_positions": False, "dropout": False, "stores_scores": False, "gated": True}
+    qwen = TransformerShape(36, 4096, 32, 151936, 4096, 12288, 8, tied=False, **plain)
+    assert qwen.parameters == pytest.approx(8.19e9, rel=0.001)
+    assert replace(qwen, head_dim=128).parameters == qwen.parameters
+    small = TransformerShape(28, 1024, 16, 151936, 4096, 3072, 8, head_dim=128, **plain)
+    assert small.parameters == pytest.approx(596e6, rel=0.001)  # Qwen3-0.6B: 16 heads of 128 for a width of 1024
+    palm = TransformerShape(118, 18432, 48, 256000, 2048, 73728, 1, head_dim=256, **plain)
+    assert palm.parameters == pytest.approx(540.35e9, rel=0.001)
+    mixture = TransformerShape(24, 2048, 16, 151936, 2048, 1408, tied=False, num_experts=60, experts_per_token=4,
+                               shared_ffn=5632, **plain)  # fmt: skip
+    assert mixture.parameters == pytest.approx(14.3e9, rel=0.005)
+    active = mixture.layers * mixture.layer_weights + mixture.embedding_parameters
+    assert active == pytest.approx(2.7e9, rel=0.01)
+    wide, narrow = (step("data=8 tensor=2", shape=replace(small, head_dim=each)).estimate for each in (128, 64))
+    assert wide.compute > narrow.compute
+    assert wide.memory["activations"] > narrow.memory["activations"]
+
+
 def test_a_budget_lies_between_layers_and_nothing() -> None:
     nothing, layer = step("micro=8"), step("micro=8 recompute=layer")
     saved = nothing.estimate.memory["activations"] + nothing.estimate.memory["logits"]
@@ -292,8 +345,12 @@ WHOLE = "[shape]\nlayers = 2\nhidden = 8\nheads = 2\nvocab = 9\nsequence = 4\n"
         ("[shape]\nlayer = 2\n", "unknown key shape.layer; did you mean layers"),
         ("[shape]\nlayers = 2.5\n", "shape.layers = 2.5; it should be a whole number"),
         (WHOLE + "kv_heads = -2\n", "kv_heads = -2; it is 1 or more, or left out"),
+        (WHOLE.replace("layers = 2", "layers = 1" + 400 * "0"), "layers of more than 100000; give 100000 at most"),
+        (WHOLE.replace("= 9", "= 1" + 5000 * "0"), "is not valid TOML: a number has more than 4300 digits"),
+        ("x = " + 5000 * "[" + 5000 * "]", "is not valid TOML: its tables or arrays are nested too deep"),
+        (WHOLE + "[train]\nbatch_size = 10000000000\n", "train.batch_size = 10000000000; it should be .* from 1 to"),
         (WHOLE + "ffn = -64\n", "ffn = -64; it is 1 or more, or left out"),
-        (WHOLE + "[train]\nbatch_size = 0\n", "train.batch_size = 0; it should be the sequences of a step, 1 or more"),
+        (WHOLE + "[train]\nbatch_size = 0\n", "train.batch_size = 0; it should be the sequences of a step, from 1"),
         (WHOLE + "[trian]\nbatch_size = 4\n", "unknown key trian; a file with a .shape. has that and train.batch_size"),
         ("", "has no tables"),
         ("[shape]\ngated = 1\n", "shape.gated = 1; it should be true or false"),

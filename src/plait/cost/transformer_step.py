@@ -320,14 +320,18 @@ def _layer_time(
         moved = program.value_bytes * (rows * inner + inner * columns + rows * columns)
         return op_time(device, 2 * rows * inner * columns, moved, program.dtype)
 
-    gates = 2 if shape.gated else 1
-    matrices = product(hidden, (hidden + 2 * shape.kv_width) / parts) + product(hidden / parts, hidden)
+    def mlp(width: float, rows: float) -> float:
+        return product(hidden, shape.num_gates * width / parts, rows) + product(width / parts, hidden, rows)
+
+    queries = shape.attention_width
+    matrices = product(hidden, (queries + 2 * shape.kv_width) / parts) + product(queries / parts, hidden)
     local = shape.num_experts / how.experts  # experts of the rank, with as many rows together as the rank's own have
     each = tokens * shape.experts_per_token / local
-    experts = product(hidden, gates * shape.inner / parts, each) + product(shape.inner / parts, hidden, each)
-    matrices += local * experts + (product(hidden, shape.num_experts) if shape.num_experts > 1 else 0.0)
+    matrices += local * mlp(shape.inner, each)
+    matrices += product(hidden, shape.num_experts) if shape.num_experts > 1 else 0.0
+    matrices += mlp(shape.shared_ffn, tokens) if shape.shared_ffn else 0.0
     scores = program.causal * shape.attention_flops(tokens) / parts
-    kept = 0.0 if shape.stores_scores else 4 * program.value_bytes * tokens * hidden / parts
+    kept = 0.0 if shape.stores_scores else 4 * program.value_bytes * tokens * queries / parts
     half = "float16" if program.dtype.startswith("float8") else program.dtype  # attention stays in half precision
     fused = not (shape.stores_scores or program.attention)
     attention = 2 * op_time(device, scores / 2, kept / 2, half, fused) / (program.attention or 1.0)
@@ -338,7 +342,7 @@ def _layer_time(
     between = op_time(device, 0, program.traffic * without, program.dtype)
     scoring = op_time(device, 0, 2.0 * (whole - without), program.dtype) if whole > without else 0.0
     merges, sums = (
-        op_time(device, 0, (how.context - 1) * each * tokens * hidden / parts, program.dtype)
+        op_time(device, 0, (how.context - 1) * each * tokens * queries / parts, program.dtype)
         if how.context > 1
         else 0.0
         for each in program.ring_traffic
@@ -359,9 +363,9 @@ def _layer_time(
     num_bytes = program.value_bytes * tokens * hidden
     each = collective_time(CollectiveKind.ALL_REDUCE, num_bytes, range(parts), cluster)
     # An all-gather and a reduce-scatter take as long as an all-reduce.
-    sent = [2 * each, (2 + _sums_again(how, program)) * each]
+    sent = [num * each for num in _num_sums(shape, how, program)]
     if how.context > 1:  # keys and values go around, in backward with their gradients
-        width = hidden if program.repeats_heads else shape.kv_width
+        width = queries if program.repeats_heads else shape.kv_width
         pairs, ranks = 2 * tokens * how.context * width / parts, range(0, how.context * parts, parts)
         ring, back = (
             collective_time(CollectiveKind.ALL_GATHER, pairs * num, ranks, cluster)
@@ -405,11 +409,15 @@ def message_time(
     return seconds
 
 
-def _sums_again(how: Parallelism, program: TransformerProgram) -> int:
-    """How many sums over ranks that split weights a layer repeats in its backward."""
-    if how.recompute != FULL:
-        return 0
-    return 2 if program.repeats_sums else int(how.sequence)  # two gathers of the sequence are half a sum each
+def _num_sums(shape: TransformerShape, how: Parallelism, program: TransformerProgram) -> tuple[int, int]:
+    """How many sums over ranks that split weights a layer has in its forward and in its backward, each of the residual
+    stream: one of attention, one of the MLP. Results of experts are summed before a router weighs them, as the
+    router's gradient needs them whole: as many as a token has."""
+    shared = int(shape.num_experts > 1 and shape.shared_ffn > 0)
+    forward, backward = 1 + shape.experts_per_token + shared, 2 + shared
+    if how.recompute == FULL:
+        backward += forward if program.repeats_sums else int(how.sequence)  # two gathers are half a sum each
+    return forward, backward
 
 
 def _repeated(
@@ -443,7 +451,7 @@ def _sent(
 
     again = 6 if how.recompute == FULL else 4
     layers, whole = shape.layers / how.pipeline, program.value_bytes * tokens * shape.hidden
-    num_sums = (4 + _sums_again(how, program)) * layers * how.num_micro
+    num_sums = sum(_num_sums(shape, how, program)) * layers * how.num_micro
     add(range(how.weights), CollectiveKind.ALL_REDUCE.sent_bytes(int(whole), how.weights) * num_sums)
     stride = how.context * how.weights
     rows_sent = shape.experts_per_token * whole * how.sent_rows * (how.experts - 1) / how.experts
@@ -452,17 +460,18 @@ def _sent(
         stride = how.agreeing * how.context * how.weights
         changes = CollectiveKind.ALL_REDUCE.sent_bytes(int(trained(own, how) * how.later.sent_bytes), how.num_replicas)
         add(range(0, how.num_replicas * stride, stride), changes / how.later.steps)
-    inner = range(0, how.sharded * how.weights, how.weights)
-    gradients, gathered = own.held * program.summed_bytes, own.held * program.value_bytes
-    if how.cuts.optimizer:
-        sums = CollectiveKind.REDUCE_SCATTER.sent_bytes(int(gradients), how.sharded)
-        gathers = CollectiveKind.ALL_GATHER.sent_bytes(int(gathered / how.sharded), how.sharded)
-        gathers_again = how.recompute == FULL and program.repeats_sums
-        uses = (2 + gathers_again) * how.num_micro if how.cuts.parameters else 1
-        add(inner, sums * (how.num_micro if how.cuts.gradients else 1) + gathers * uses)
-    copies = how.agreeing * how.context // how.sharded
-    alike = range(0, copies * how.sharded * how.weights, how.sharded * how.weights)
-    add(alike, CollectiveKind.ALL_REDUCE.sent_bytes(int(gradients / how.sharded), copies))
+    for elements, apart in ((own.dense, 1), (own.expert, own.ranks)):  # ranks with the same experts are some apart
+        sharded, step = max(how.sharded // apart, 1), how.weights * apart
+        gradients, gathered = elements * program.summed_bytes, elements * program.value_bytes
+        if how.cuts.optimizer:
+            sums = CollectiveKind.REDUCE_SCATTER.sent_bytes(int(gradients), sharded)
+            gathers = CollectiveKind.ALL_GATHER.sent_bytes(int(gathered / sharded), sharded)
+            gathers_again = how.recompute == FULL and program.repeats_sums
+            uses = (2 + gathers_again) * how.num_micro if how.cuts.parameters else 1
+            add(range(0, sharded * step, step), sums * (how.num_micro if how.cuts.gradients else 1) + gathers * uses)
+        copies = how.agreeing * how.context // apart // sharded
+        alike = range(0, copies * sharded * step, sharded * step)
+        add(alike, CollectiveKind.ALL_REDUCE.sent_bytes(int(gradients / sharded), copies))
     if how.pipeline > 1:
         stride = how.num_ranks // how.pipeline
         add((0, stride), 2 * how.chunks * how.num_micro * whole / how.weights)
