@@ -22,6 +22,7 @@ from plait.errors import ConfigError, PlanError
 from plait.plan.parallelism import FULL, Parallelism
 from plait.plan.plan import Plan
 from plait.plan.sharding_plan import ZERO_STAGES
+from plait.report.simulation_text import describe_step
 from plait.spec.cluster import Cluster, DeviceSpec, LinkSpec
 from plait.spec.cluster_file import find_cluster
 
@@ -277,6 +278,18 @@ def test_a_long_schedule_repeats_what_its_first_rounds_do(schedule: str) -> None
     assert short.estimate.memory["activations"] == pytest.approx(whole.estimate.memory["activations"], rel=0.02)
 
 
+def test_a_schedule_that_is_too_long_is_simulated_in_part_or_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(WHOLE.replace("layers = 2", "layers = 4000") + "[train]\nbatch_size = 800000\n")
+    found = simulate_config(tmp_path / "mine.toml", Plan.parse("pipeline=4 micro=800000"), "h100")
+    assert isinstance(found, SimulatedStep)
+    assert found.num_simulated == 12
+    assert "4 stages, 800000 microbatches, of the first 12: utilisation" in describe_step(found)
+    with pytest.raises(PlanError, match=r"actions of its schedule would be simulated; take fewer stages or microbatc"):
+        step("pipeline=4000 micro=4000", 4000, find_cluster("h100x4000"), replace(SHAPE, layers=4000))
+    with pytest.raises(PlanError, match="4000 layers are fewer than 4 ranks x 100000000 chunks"):
+        step("pipeline=4 micro=4 schedule=interleaved chunks=100000000", 4, shape=replace(SHAPE, layers=4000))
+
+
 def test_stages_have_the_layers_that_even_out_their_time() -> None:
     found = step("pipeline=4 micro=8", shape=replace(SHAPE, layers=18, vocab=256000))
     assert sum(found.layers) == 18
@@ -345,7 +358,7 @@ WHOLE = "[shape]\nlayers = 2\nhidden = 8\nheads = 2\nvocab = 9\nsequence = 4\n"
         ("[shape]\nlayer = 2\n", "unknown key shape.layer; did you mean layers"),
         ("[shape]\nlayers = 2.5\n", "shape.layers = 2.5; it should be a whole number"),
         (WHOLE + "kv_heads = -2\n", "kv_heads = -2; it is 1 or more, or left out"),
-        (WHOLE.replace("layers = 2", "layers = 1" + 400 * "0"), "layers of more than 100000; give 100000 at most"),
+        (WHOLE.replace("layers = 2", "layers = 1" + 400 * "0"), "layers of more than 10000; give 10000 at most"),
         (WHOLE.replace("= 9", "= 1" + 5000 * "0"), "is not valid TOML: a number has more than 4300 digits"),
         ("x = " + 5000 * "[" + 5000 * "]", "is not valid TOML: its tables or arrays are nested too deep"),
         (WHOLE + "[train]\nbatch_size = 10000000000\n", "train.batch_size = 10000000000; it should be .* from 1 to"),

@@ -17,7 +17,7 @@ from plait.plan.parallelism import ALTERNATE, FULL, NONE, SELECTIVE
 
 HALF_BYTES = 2  # bytes of an activation in bf16 or fp16
 _SIZES = {  # by their names, the most that is credible
-    "layers": 100_000, "hidden": 10**9, "heads": 10**9, "vocab": 10**9, "sequence": 10**9, "ffn": 10**9,
+    "layers": 10_000, "hidden": 10**9, "heads": 10**9, "vocab": 10**9, "sequence": 10**9, "ffn": 10**9,
     "kv_heads": 10**9, "head_dim": 10**9, "num_experts": 100_000, "experts_per_token": 100_000, "shared_ffn": 10**9,
 }  # fmt: skip
 

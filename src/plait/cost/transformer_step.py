@@ -125,7 +125,7 @@ def estimate_step(
     Raises PlanError if ranks or microbatches do not divide the rows or the layers, or if the cluster has too few
     devices.
     """
-    _check(shape, how, rows, cluster, program)
+    check_shape(shape, how, rows, cluster, program)
     tokens = rows / (how.batch * how.num_micro) * shape.sequence / how.context
     cells = cell_times(shape, how, rows, cluster, program)
     own = own_parameters(shape, how)
@@ -270,7 +270,10 @@ def agreement(how: Parallelism, exchange: float, seconds: float) -> float:
     return 0.0 if how.later is None else max(exchange - how.later.overlap * seconds, 0.0) / how.later.steps
 
 
-def _check(shape: TransformerShape, how: Parallelism, rows: int, cluster: Cluster, program: TransformerProgram) -> None:
+def check_shape(
+    shape: TransformerShape, how: Parallelism, rows: int, cluster: Cluster, program: TransformerProgram
+) -> None:
+    """Raise PlanError for what closed forms cannot spread over these ranks of the cluster."""
     if rows % (how.batch * how.num_micro):
         raise PlanError(
             f"{rows} rows are not whole microbatches: {how.batch} ranks with {how.num_micro} microbatches each; give a"
@@ -283,7 +286,7 @@ def _check(shape: TransformerShape, how: Parallelism, rows: int, cluster: Cluste
     if how.num_ranks > cluster.num_devices:
         raise PlanError(
             f"the plan has {how.num_ranks} ranks, and the cluster {cluster.name} {cluster.num_devices} devices; name a"
-            f" larger cluster, as in --cluster h100x{how.num_ranks}"
+            f" larger cluster, as in --cluster h100x{how.num_ranks}, or write devices = {how.num_ranks} in its file"
         )
     if how.recompute == BUDGET:
         micro_rows = rows / (how.batch * how.num_micro * how.context)

@@ -34,9 +34,10 @@ def describe_step(step: SimulatedStep) -> str:
     lines += ["", "time of the slowest rank"]
     lines += time_lines(times, step.seconds)
     if step.schedule is not None and step.trace is not None:
+        first = "" if step.num_simulated == step.plan.micro else f", of the first {step.num_simulated}"
         lines.append(
             f"  {step.schedule.name} on {step.schedule.num_ranks} ranks, {step.schedule.num_stages} stages,"
-            f" {step.schedule.num_micro} microbatches: utilisation {step.trace.utilisation():.1%}"
+            f" {step.plan.micro} microbatches{first}: utilisation {step.trace.utilisation():.1%}"
         )
     lines += ["", "memory of the fullest rank"]
     lines += [f"  {name:18} {human_bytes(value):>10}" for name, value in found.memory.items() if value]

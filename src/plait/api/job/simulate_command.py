@@ -33,6 +33,8 @@ from plait.spec.toml_text import parse_toml
 if TYPE_CHECKING:
     from plait.report.step_prediction import StepPrediction  # needs torch, and a [shape] does not
 
+_MOST_ACTIONS = 400_000  # of a schedule that is simulated, and drawn, whole
+
 
 def simulate_config(
     path: Path, plan: Plan, cluster: str, changes: Sequence[str] = ()
@@ -45,7 +47,7 @@ def simulate_config(
     if not has_shape(path):
         return _simulate_job(load_config(path, changes), plan, where)
     shape, rows = read_shape(path, changes)
-    return simulate_step(shape, plan, rows, where)
+    return simulate_step(shape, plan, rows, where, most_actions=_MOST_ACTIONS)
 
 
 def read_shape(path: Path, changes: Sequence[str] = ()) -> tuple[TransformerShape, int]:
