@@ -1,4 +1,4 @@
-"""Published runs as a stranger says them: a shape, the line of a plan, the name of a cluster. Nothing was fitted on them.
+"""Published runs as a stranger says them: a shape, a plan's line, a cluster's name. Nothing was fitted on them.
 
 What `plait simulate` says of the line is what plait would take, with the numbers of the shipped clusters. Rows with a
 commit were compared with their source; the others are from memory, as their group says.
