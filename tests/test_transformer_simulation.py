@@ -235,6 +235,20 @@ def test_bytes_of_a_mixture_are_those_that_ranks_send(plan: str) -> None:
     assert closed[1] - closed[0] == pytest.approx(run[1] - run[0], rel=0.02)  # but for biases and the router
 
 
+@pytest.mark.parametrize(
+    "room", ["expert.capacity=1", "expert.capacity=2", "compile=inductor", "home.activations=host"]
+)
+def test_room_for_rows_of_experts_takes_memory(room: str) -> None:
+    """By `plait.memory`, which walks through the graphs that ranks run; all four have room for each rank's rows."""
+    shape = TransformerShape(2, 64, 4, 256, 32, tied=False, dropout=False, stores_scores=False, num_experts=4,
+                             experts_per_token=2)  # fmt: skip
+    given = room if "capacity" in room else "expert.capacity=2"  # the others have room for all rows of both ranks
+    walked = plait.memory(memory_ranks.mixture(), loss_fn, memory_ranks.batch(), f"data=2 expert=2 {given}").fullest
+    closed = step(f"data=2 expert=2 {room}", 16, find_cluster("h100"), shape).estimate
+    kept = (closed.host_memory or closed.memory)["activations"]
+    assert kept + closed.memory["logits"] == pytest.approx(walked.saved, rel=0.2)
+
+
 def test_heads_may_be_wider_and_experts_shared() -> None:
     """Sizes that models' own cards say: of Qwen3 and PaLM all weights, of Qwen1.5-MoE those of a token too."""
     plain = {"biases": False, "learned_positions": False, "dropout": False, "stores_scores": False, "gated": True}

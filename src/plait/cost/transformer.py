@@ -204,7 +204,9 @@ class TransformerShape:
         matmul, attention = self.matmul_flops(tokens), self.attention_flops(tokens)
         return matmul + attention, matmul + 2 * attention, matmul
 
-    def activation_bytes(self, rows: float, weights: int = 1, sequence: bool = False, recompute: str = NONE) -> float:
+    def activation_bytes(
+        self, rows: float, weights: int = 1, sequence: bool = False, recompute: str = NONE, room: float = 1.0
+    ) -> float:
         """Bytes of activations in half precision that one layer keeps from forward to backward on one rank.
 
         For a GPT with dropout and stored scores (Korthikanti et al., table 2), over t ranks that split weights:
@@ -215,7 +217,8 @@ class TransformerShape:
             2 s b h                                with full recomputation; over t, if ranks split sequences too
 
         With `alternate` these are the layer's input, the result of attention, and that of the first product and of
-        every other one after it (the policy of torchtitan's "selective op" checkpointing).
+        every other one after it (the policy of torchtitan's "selective op" checkpointing). There is room for `room`
+        times the rows that a balanced router sends to experts.
         """
         tokens = rows * self.sequence
         if recompute == FULL:
@@ -224,7 +227,7 @@ class TransformerShape:
             ends = 2 * self.hidden  # the residual stream before and behind the layer
             kept = sum(columns for _, columns in self._products[:-1:2]) + self.attention_width
             return HALF_BYTES * tokens * (ends + kept / weights)
-        whole, cut = self._whole_bytes(), self._cut_bytes()
+        whole, cut = self._whole_bytes(), self._cut_bytes(room)
         scores = 5.0 * self.heads * self.sequence if self.stores_scores and recompute == NONE else 0.0
         return tokens * ((whole / weights if sequence else whole) + (cut + scores) / weights)
 
@@ -250,13 +253,13 @@ class TransformerShape:
         masks of two dropouts."""
         return 4 * HALF_BYTES * self.hidden + (2 * self.hidden if self.dropout else 0)
 
-    def _cut_bytes(self) -> float:
+    def _cut_bytes(self, room: float) -> float:
         """Bytes per token within them: query, key, value and the result of attention; what the MLP keeps: the input and
         the result of its activation function, and with a gate the other factor and the product."""
         attention = HALF_BYTES * 2 * (self.attention_width + self.kv_width)
         rows = self.hidden if self.num_experts > 1 else 0  # what a router sends an expert, and what comes back
         mlp = self.experts_per_token * (self.inner * 2 * self.num_gates + 2 * rows)
-        return attention + HALF_BYTES * (mlp + self.shared_ffn * 2 * self.num_gates)
+        return attention + HALF_BYTES * (room * mlp + self.shared_ffn * 2 * self.num_gates)
 
     def embedding_bytes(self, rows: float, pipeline: int, weights: int) -> float:
         """Bytes on the first stage beside the layers', with sequence parallelism: the masks of the dropout behind the

@@ -32,7 +32,8 @@ def kept_bytes(
     if recompute == BUDGET:
         least, most = (kept_bytes(shape, how, rows, program, kind) for kind in (FULL, NONE))
         return min(max((how.budget - logits_bytes(shape, how, rows, program)) / shape.layers, least), most)
-    found = shape.activation_bytes(rows, how.weights, how.sequence, recompute) * program.value_bytes / HALF_BYTES
+    found = shape.activation_bytes(rows, how.weights, how.sequence, recompute, how.sent_rows)
+    found *= program.value_bytes / HALF_BYTES
     inputs = 1 if recompute in (ALTERNATE, FULL) else 2  # of norms, which are of the residual stream
     wider = inputs * (program.stream_bytes - program.value_bytes) * shape.hidden * rows * shape.sequence
     found += wider / (how.weights if how.sequence else 1)

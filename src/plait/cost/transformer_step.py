@@ -340,8 +340,9 @@ def _layer_time(
     attention = 2 * op_time(device, scores / 2, kept / 2, half, fused) / (program.attention or 1.0)
     rows = tokens / shape.sequence
     scale = program.value_bytes / HALF_BYTES
-    whole = scale * shape.activation_bytes(rows, parts, how.sequence, NONE)
-    without = scale * shape.activation_bytes(rows, parts, how.sequence, SELECTIVE)
+    whole, without = (
+        scale * shape.activation_bytes(rows, parts, how.sequence, kind, how.sent_rows) for kind in (NONE, SELECTIVE)
+    )
     between = op_time(device, 0, program.traffic * without, program.dtype)
     scoring = op_time(device, 0, 2.0 * (whole - without), program.dtype) if whole > without else 0.0
     merges, sums = (

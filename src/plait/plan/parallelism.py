@@ -132,7 +132,8 @@ class Parallelism:
     def sent_rows(self) -> float:
         """Rows that travel to experts, in those that a balanced router sends. Activations that are kept elsewhere have
         fixed lengths, with room for all."""
-        return self.capacity or (1.0 if self.homes.activations == DEVICE else float(self.experts))
+        most = float(self.experts)
+        return min(self.capacity, most) if self.capacity else 1.0 if self.homes.activations == DEVICE else most
 
     @property
     def num_replicas(self) -> int:
@@ -163,6 +164,7 @@ class Parallelism:
             raise PlanError(
                 f"recompute={plan.recompute.kind} depends on the model's ops; write recompute=layer, a budget or none"
             )
+        experts = math.prod(size for kind, size in sizes.items() if kind.cuts_experts)
         return cls(
             batch=math.prod(size for kind, size in sizes.items() if kind.cuts_rows),
             weights=math.prod(size for kind, size in sizes.items() if kind.cuts_weights),
@@ -180,8 +182,8 @@ class Parallelism:
             bucket=plan.bucket_bytes,
             schedule=plan.schedule,
             precision=plan.precision,
-            experts=math.prod(size for kind, size in sizes.items() if kind.cuts_experts),
-            capacity=plan.expert_capacity or 0.0,
+            experts=experts,
+            capacity=plan.expert_capacity or (float(experts) if plan.fixed_rows else 0.0),
         )
 
 
