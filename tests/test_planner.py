@@ -221,6 +221,16 @@ def test_a_model_that_fits_nowhere() -> None:
     assert evaluator.divides
 
 
+def test_the_smallest_cluster_is_the_same_from_any_size() -> None:
+    """Of 112 H100s a plan of 7 stages fits Llama 3 405B; of 120, which have other divisors, none, and of 128 one."""
+    shape = TransformerShape(126, 16384, 128, 128256, 8192, 53248, 8, gated=True, biases=False, tied=False,
+                             learned_positions=False, dropout=False, stores_scores=False)  # fmt: skip
+    limits = "home.optimizer=device home.parameters=device home.activations=device recompute=layer sync=1 tensor=8"
+    assert [found(shape, f"h100x{size}", 2048, limits).enough for size in (8, 64, 96)] == [112] * 3
+    assert found(shape, "h100x112", 2048, limits).best
+    assert not found(shape, "h100x120", 2048, limits).best
+
+
 def test_nothing_legal_is_an_error() -> None:
     with pytest.raises(PlanError, match=r"no plan of 8 ranks on h100x8 is legal .*within tensor=3"):
         found(GPT, "h100x8", 64, "tensor=3")

@@ -183,7 +183,7 @@ class Parallelism:
             schedule=plan.schedule,
             precision=plan.precision,
             experts=experts,
-            capacity=plan.expert_capacity or (float(experts) if plan.fixed_rows else 0.0),
+            capacity=plan.expert_capacity or (float(experts) if plan.compile != "none" and experts > 1 else 0.0),
         )
 
 
