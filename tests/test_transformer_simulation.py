@@ -219,20 +219,39 @@ class Routed(memory_ranks.Experts):
         return y.view(*x.shape[:2], 2, -1).sum(2)
 
 
-@pytest.mark.parametrize("plan", ["tensor=2", "data=2 expert=2 tensor=2", "data=4 expert=2", "data=2 zero=1 micro=2"])
-def test_bytes_of_a_mixture_are_those_that_ranks_send(plan: str) -> None:
-    """By graphs that ranks run, and by closed forms, what a further layer sends."""
-    node = find_cluster("h100x8")
-    run, closed = [], []
-    shape = TransformerShape(1, 64, 4, 256, 32, tied=False, dropout=False, stores_scores=False, num_experts=4,
-                             experts_per_token=2)  # fmt: skip
+@pytest.mark.parametrize(
+    ("experts", "plan"),
+    [
+        (4, "tensor=2"),
+        (4, "data=2 zero=1 micro=2"),
+        (4, "data=2 expert=2 tensor=2 recompute=layer"),
+        (4, "data=4 expert=2"),
+        (4, "data=2 expert=2 context=2 recompute=layer"),
+        (1, "context=2"),
+        (1, "context=2 recompute=layer"),
+        (1, "context=2 context.kind=ring recompute=layer"),
+        (1, "context=2 context.kind=gather recompute=layer"),
+        (1, "context=2 context.kind=gather"),
+    ],
+)
+def test_a_layer_sends_and_keeps_what_ranks_do(experts: int, plan: str) -> None:
+    """What a further layer sends and keeps, by the graphs that ranks run, and by closed forms."""
+    run, closed, walked, kept = [], [], [], []
+    shape = TransformerShape(1, 64, 4, 256, 32, tied=False, dropout=False, stores_scores=False, num_experts=experts,
+                             experts_per_token=min(experts, 2))  # fmt: skip
     for layers in (1, 2):
         model, batch = BytesGPT(layers=layers, width=64, heads=4, sequence=32), memory_ranks.batch()
-        for block in model.blocks:
+        for block in model.blocks if experts > 1 else ():
             block.up, block.down = torch.nn.Identity(), Routed(64)
-        run.append(plait.simulate(model, loss_fn, batch, plan, node, memory=False).sent["node"])
-        closed.append(step(plan, 16, node, replace(shape, layers=layers)).estimate.sent["node"])
+        found = plait.simulate(model, loss_fn, batch, plan, "h100x8")
+        assert found.memory is not None
+        walked.append(found.memory.fullest.saved)
+        run.append(found.sent["node"])
+        estimate = step(plan, 16, find_cluster("h100x8"), replace(shape, layers=layers)).estimate
+        closed.append(estimate.sent["node"])
+        kept.append(estimate.memory["activations"])
     assert closed[1] - closed[0] == pytest.approx(run[1] - run[0], rel=0.02)  # but for biases and the router
+    assert kept[1] - kept[0] == pytest.approx(walked[1] - walked[0], rel=0.05 if "recompute" in plan else 0.2)
 
 
 @pytest.mark.parametrize(

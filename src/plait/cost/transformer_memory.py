@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from plait.cost.parallel_forms import schedule_activations
 from plait.cost.transformer import HALF_BYTES, TransformerShape
+from plait.cost.transformer_context import exchanged_bytes
 from plait.cost.transformer_program import TransformerProgram
 from plait.cost.transformer_states import Owned, held_states
 from plait.plan.parallelism import ALTERNATE, BUDGET, FULL, NONE, Parallelism
@@ -39,7 +40,7 @@ def kept_bytes(
     found += wider / (how.weights if how.sequence else 1)
     if recompute == FULL and how.weights > 1 and not program.repeats_sums:
         found += program.value_bytes * rows * shape.sequence * shape.hidden / (how.weights if how.sequence else 1)
-    return found
+    return found + exchanged_bytes(shape, how, rows * shape.sequence, program, recompute)
 
 
 def least_budget(shape: TransformerShape, how: Parallelism, rows: float, program: TransformerProgram) -> float:

@@ -16,10 +16,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from plait.cost.collective_time import CollectiveKind, collective_time, send_time
+from plait.cost.collective_time import CollectiveKind, collective_time, ring_bytes, send_time
 from plait.cost.op_time import op_time
 from plait.cost.parallel_forms import schedule_wait
 from plait.cost.transformer import HALF_BYTES, TransformerShape
+from plait.cost.transformer_context import RING, attention_exchange, attention_kind
 from plait.cost.transformer_memory import kept_bytes, least_budget, memory_of_rank, own_parameters
 from plait.cost.transformer_program import DEFAULT_PROGRAM, TransformerProgram
 from plait.cost.transformer_states import Owned, exchange_time, host_work, sums_time, trained
@@ -308,7 +309,7 @@ def layer_time(
     """Seconds of a layer for a microbatch of `tokens` tokens on each rank."""
     spread = Parallelism(
         weights=how.weights, context=how.context, recompute=how.recompute, sequence=how.sequence, budget=how.budget,
-        experts=how.experts, capacity=how.sent_rows,
+        experts=how.experts, capacity=how.sent_rows, context_kind=how.context_kind,
     )  # fmt: skip
     return _layer_time(shape, spread, tokens, cluster, program)
 
@@ -347,7 +348,7 @@ def _layer_time(
     scoring = op_time(device, 0, 2.0 * (whole - without), program.dtype) if whole > without else 0.0
     merges, sums = (
         op_time(device, 0, (how.context - 1) * each * tokens * queries / parts, program.dtype)
-        if how.context > 1
+        if how.context > 1 and attention_kind(shape, how) == RING
         else 0.0
         for each in program.ring_traffic
     )
@@ -368,21 +369,16 @@ def _layer_time(
     each = collective_time(CollectiveKind.ALL_REDUCE, num_bytes, range(parts), cluster)
     # An all-gather and a reduce-scatter take as long as an all-reduce.
     sent = [num * each for num in _num_sums(shape, how, program)]
-    if how.context > 1:  # keys and values go around, in backward with their gradients
-        width = queries if program.repeats_heads else shape.kv_width
-        pairs, ranks = 2 * tokens * how.context * width / parts, range(0, how.context * parts, parts)
-        ring, back = (
-            collective_time(CollectiveKind.ALL_GATHER, pairs * num, ranks, cluster)
-            for num in (program.value_bytes, program.ring_gradient_bytes or program.value_bytes)
-        )
-        sent = [sent[0] + ring, sent[1] + (2 if how.recompute == FULL else 1) * ring + back]
+    ranks = range(0, how.context * parts, parts)
+    for phase, messages in enumerate(attention_exchange(shape, how, tokens, program)):
+        sent[phase] += sum(collective_time(kind, num_bytes, ranks, cluster) for kind, num_bytes in messages)
     if how.experts > 1:  # rows go to the ranks of their experts and back, in backward their gradients
         stride = how.context * parts
         held = num_bytes * shape.experts_per_token * how.capacity
         rows_sent = collective_time(
             CollectiveKind.ALL_TO_ALL, held, range(0, how.experts * stride, stride), cluster
         )  # fmt: skip
-        sent = [sent[0] + 2 * rows_sent, sent[1] + (4 if how.recompute == FULL else 2) * rows_sent]
+        sent = [sent[0] + 2 * rows_sent, sent[1] + (_num_exchanges(how, program) - 2) * rows_sent]
     return LayerTime(forward, inputs, matrices, *sent)
 
 
@@ -424,6 +420,11 @@ def _num_sums(shape: TransformerShape, how: Parallelism, program: TransformerPro
     return forward, backward
 
 
+def _num_exchanges(how: Parallelism, program: TransformerProgram) -> int:
+    """How often rows go to the ranks of their experts or back, in forward and in backward."""
+    return 6 if how.recompute == FULL and program.repeats_sums else 4
+
+
 def _repeated(
     shape: TransformerShape, how: Parallelism, rows: float, program: TransformerProgram, again: dict[str, float]
 ) -> float:
@@ -453,13 +454,16 @@ def _sent(
             level = cluster.links[cluster.between(group[0], group[-1])].level
             found[level] = found.get(level, 0.0) + num_bytes
 
-    again = 6 if how.recompute == FULL else 4
     layers, whole = shape.layers / how.pipeline, program.value_bytes * tokens * shape.hidden
     num_sums = sum(_num_sums(shape, how, program)) * layers * how.num_micro
     add(range(how.weights), CollectiveKind.ALL_REDUCE.sent_bytes(int(whole), how.weights) * num_sums)
     stride = how.context * how.weights
     rows_sent = shape.experts_per_token * whole * how.sent_rows * (how.experts - 1) / how.experts
-    add(range(0, how.experts * stride, stride), rows_sent * again * layers * how.num_micro)
+    exchanges = _num_exchanges(how, program) * layers * how.num_micro
+    add(range(0, how.experts * stride, stride), rows_sent * exchanges)
+    messages = itertools.chain(*attention_exchange(shape, how, tokens, program))
+    pairs = sum(ring_bytes(num_bytes, how.context) for _, num_bytes in messages)
+    add(range(0, stride, how.weights), pairs * layers * how.num_micro)
     if how.later is not None:
         stride = how.agreeing * how.context * how.weights
         changes = CollectiveKind.ALL_REDUCE.sent_bytes(int(trained(own, how) * how.later.sent_bytes), how.num_replicas)

@@ -86,6 +86,7 @@ class Parallelism:
         experts: ranks that each have a part of the experts, the inner part of `batch`.
         capacity: room for rows at the ranks of experts, as a multiple of what a balanced router sends; 0 if only rows
             travel that there are.
+        context_kind: how ranks of `context` see positions of others: ulysses, ring, gather, or auto, what sends least.
     """
 
     batch: int = 1
@@ -106,6 +107,7 @@ class Parallelism:
     precision: str = "fp32"
     experts: int = 1
     capacity: float = 0.0
+    context_kind: str = "auto"
 
     def having(self, **changes: Any) -> Parallelism:
         """The same with other fields, as `dataclasses.replace` gives it, but ten times as fast, for searches."""
@@ -184,6 +186,7 @@ class Parallelism:
             precision=plan.precision,
             experts=experts,
             capacity=plan.expert_capacity or (float(experts) if plan.compile != "none" and experts > 1 else 0.0),
+            context_kind=plan.context_kind,
         )
 
 
