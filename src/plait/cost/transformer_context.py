@@ -4,7 +4,8 @@
     ring      keys and values go around, in backward again and with their gradients (Liu et al. 2023)
     gather    keys and values are gathered, and their gradients scattered (Llama Team 2024, section 3.3.2)
 
-With recompute=layer plait keeps what came from other ranks, but gathers again.
+With recompute=layer plait gathers and exchanges again, but keeps what a ring has computed. Within a budget all that
+came from other ranks stays.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from plait.cost.collective_time import CollectiveKind
 from plait.cost.transformer import TransformerShape
 from plait.cost.transformer_program import TransformerProgram
-from plait.plan.parallelism import FULL, NONE, Parallelism
+from plait.plan.parallelism import BUDGET, FULL, NONE, Parallelism
 
 ULYSSES, RING, GATHER = "ulysses", "ring", "gather"
 _STATISTICS_BYTES = 4  # of a position and head: the logarithm of its sum of exponentials
@@ -42,37 +43,43 @@ def attention_exchange(
     """What an attention sends over the ranks of a context, of `tokens` tokens on each."""
     if how.context == 1:
         return Exchange([], [])
-    kind, repeats = attention_kind(shape, how), how.recompute == FULL and program.repeats_sums
+    kind, again = attention_kind(shape, how), how.recompute == FULL
     if kind == ULYSSES:
         widths = [shape.attention_width] * 2 + [shape.kv_width] * 2
         each = [(CollectiveKind.ALL_TO_ALL, program.value_bytes * tokens * width / how.weights) for width in widths]
-        return Exchange(each, each * (2 if repeats else 1))
+        return Exchange(each, each * (1 + again))
     width = shape.attention_width if program.repeats_heads else shape.kv_width
     pairs = 2 * tokens * how.context * width / how.weights
     values = (CollectiveKind.ALL_GATHER, pairs * program.value_bytes)
     num_bytes = pairs * (program.ring_gradient_bytes or program.value_bytes)
     if kind == GATHER:
-        again = [values] if how.recompute == FULL else []
-        return Exchange([values], [*again, (CollectiveKind.REDUCE_SCATTER, num_bytes)])
-    return Exchange([values], [values] * (2 if repeats else 1) + [(CollectiveKind.ALL_GATHER, num_bytes)])
+        return Exchange([values], [values] * again + [(CollectiveKind.REDUCE_SCATTER, num_bytes)])
+    again = again and program.repeats_sums
+    return Exchange([values], [values] * (1 + again) + [(CollectiveKind.ALL_GATHER, num_bytes)])
 
 
-def exchanged_bytes(
+def received_bytes(
     shape: TransformerShape, how: Parallelism, tokens: float, program: TransformerProgram, recompute: str
 ) -> float:
-    """Bytes that a layer keeps from forward to backward of what ranks of a context and of experts exchange, beside its
-    activations."""
-    kept = 0.0
+    """Bytes of what other ranks have sent or helped to compute that a layer keeps from forward to backward, beside its
+    activations; with `budget` those that stay whatever the budget is."""
+    if program.repeats_sums and recompute != NONE:
+        return 0.0
+    width, statistics = 0.0, 0.0
     if how.context > 1:
-        kind = attention_kind(shape, how)
-        both = 2 * (shape.attention_width + shape.kv_width) / how.weights
-        if recompute == NONE and kind == GATHER:  # keys and values of all positions
-            kept += (how.context - 1) * 2 * shape.kv_width / how.weights
-        if recompute == FULL and not program.repeats_sums:
-            kept += {ULYSSES: both, RING: shape.attention_width / how.weights, GATHER: 0.0}[kind]
-    if how.experts > 1 and recompute == FULL and not program.repeats_sums:  # rows that came, and that came back
-        kept += 2 * shape.experts_per_token * how.sent_rows * shape.hidden
-    found = program.value_bytes * tokens * kept
-    if how.context > 1 and recompute == FULL and not program.repeats_sums and attention_kind(shape, how) == RING:
-        found += _STATISTICS_BYTES * tokens * shape.heads / how.weights
-    return found
+        kind, queries, keys = (
+            attention_kind(shape, how),
+            shape.attention_width / how.weights,
+            shape.kv_width / how.weights,
+        )
+        if kind == GATHER and recompute != FULL:  # keys and values of all positions; the rank's own are activations
+            width += 2 * keys * (how.context - (recompute == NONE))
+        elif kind == ULYSSES and recompute == BUDGET:
+            width += 2 * (queries + keys)
+        elif kind == RING and recompute != NONE:
+            width, statistics = width + queries, shape.heads / how.weights
+    if recompute == BUDGET:
+        width += 2 * shape.hidden * (how.sequence and how.weights > 1)  # gathered for attention and for the MLP
+        if how.experts > 1:  # rows that came, and those that came back, if they are not summed first
+            width += shape.experts_per_token * shape.hidden * (how.sent_rows + (how.weights == 1))
+    return tokens * (program.value_bytes * width + _STATISTICS_BYTES * statistics)

@@ -378,7 +378,7 @@ def _layer_time(
         rows_sent = collective_time(
             CollectiveKind.ALL_TO_ALL, held, range(0, how.experts * stride, stride), cluster
         )  # fmt: skip
-        sent = [sent[0] + 2 * rows_sent, sent[1] + (_num_exchanges(how, program) - 2) * rows_sent]
+        sent = [sent[0] + 2 * rows_sent, sent[1] + (_num_exchanges(how) - 2) * rows_sent]
     return LayerTime(forward, inputs, matrices, *sent)
 
 
@@ -420,9 +420,10 @@ def _num_sums(shape: TransformerShape, how: Parallelism, program: TransformerPro
     return forward, backward
 
 
-def _num_exchanges(how: Parallelism, program: TransformerProgram) -> int:
-    """How often rows go to the ranks of their experts or back, in forward and in backward."""
-    return 6 if how.recompute == FULL and program.repeats_sums else 4
+def _num_exchanges(how: Parallelism) -> int:
+    """How often rows go to the ranks of their experts or back, in forward and in backward. A layer that is recomputed
+    keeps what is summed after they came back."""
+    return 4 if how.recompute != FULL else 5 if how.weights > 1 else 6
 
 
 def _repeated(
@@ -459,7 +460,7 @@ def _sent(
     add(range(how.weights), CollectiveKind.ALL_REDUCE.sent_bytes(int(whole), how.weights) * num_sums)
     stride = how.context * how.weights
     rows_sent = shape.experts_per_token * whole * how.sent_rows * (how.experts - 1) / how.experts
-    exchanges = _num_exchanges(how, program) * layers * how.num_micro
+    exchanges = _num_exchanges(how) * layers * how.num_micro
     add(range(0, how.experts * stride, stride), rows_sent * exchanges)
     messages = itertools.chain(*attention_exchange(shape, how, tokens, program))
     pairs = sum(ring_bytes(num_bytes, how.context) for _, num_bytes in messages)
