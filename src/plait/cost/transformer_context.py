@@ -21,7 +21,7 @@ ULYSSES, RING, GATHER = "ulysses", "ring", "gather"
 _STATISTICS_BYTES = 4  # of a position and head: the logarithm of its sum of exponentials
 
 
-class Exchange(NamedTuple):
+class AttentionExchange(NamedTuple):
     """Collectives of a layer for a microbatch: their kinds, and bytes as `collective_time` takes them."""
 
     forward: list[tuple[CollectiveKind, float]]
@@ -39,23 +39,23 @@ def attention_kind(shape: TransformerShape, how: Parallelism) -> str:
 
 def attention_exchange(
     shape: TransformerShape, how: Parallelism, tokens: float, program: TransformerProgram
-) -> Exchange:
+) -> AttentionExchange:
     """What an attention sends over the ranks of a context, of `tokens` tokens on each."""
     if how.context == 1:
-        return Exchange([], [])
+        return AttentionExchange([], [])
     kind, again = attention_kind(shape, how), how.recompute == FULL
     if kind == ULYSSES:
         widths = [shape.attention_width] * 2 + [shape.kv_width] * 2
         each = [(CollectiveKind.ALL_TO_ALL, program.value_bytes * tokens * width / how.weights) for width in widths]
-        return Exchange(each, each * (1 + again))
+        return AttentionExchange(each, each * (1 + again))
     width = shape.attention_width if program.repeats_heads else shape.kv_width
     pairs = 2 * tokens * how.context * width / how.weights
     values = (CollectiveKind.ALL_GATHER, pairs * program.value_bytes)
     num_bytes = pairs * (program.ring_gradient_bytes or program.value_bytes)
     if kind == GATHER:
-        return Exchange([values], [values] * again + [(CollectiveKind.REDUCE_SCATTER, num_bytes)])
+        return AttentionExchange([values], [values] * again + [(CollectiveKind.REDUCE_SCATTER, num_bytes)])
     again = again and program.repeats_sums
-    return Exchange([values], [values] * (1 + again) + [(CollectiveKind.ALL_GATHER, num_bytes)])
+    return AttentionExchange([values], [values] * (1 + again) + [(CollectiveKind.ALL_GATHER, num_bytes)])
 
 
 def received_bytes(
