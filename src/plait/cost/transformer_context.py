@@ -63,7 +63,7 @@ def received_bytes(
 ) -> float:
     """Bytes of what other ranks have sent or helped to compute that a layer keeps from forward to backward, beside its
     activations; with `budget` those that stay whatever the budget is."""
-    if program.repeats_sums and recompute != NONE:
+    if (program.repeats_sums and recompute != NONE) or (how.context == 1 and recompute != BUDGET):
         return 0.0
     width, statistics = 0.0, 0.0
     if how.context > 1:
