@@ -269,7 +269,7 @@ def _titan_groups() -> list[BlindGroup]:
     for context, speed, size in ((1, 76, 75.3), (2, 47, 75.9), (4, 31, 77.1), (8, 16, 84.9)):
         data = 8 // context
         how = Parallelism(batch=data, weights=8, context=context, pipeline=8, num_micro=8, sharded=8, recompute=FULL,
-                          sequence=True, **zero3)  # fmt: skip
+                          sequence=True, context_kind="ring", **zero3)  # fmt: skip
         name = f"table 6: 405B on 512, context {context}, {32768 * context} tokens"
         add(name, llama_shape("405B", 32768 * context), how, 8 * data, "compile float8 async", speed, size)
     note = "Microbatches are as many as ranks of the pipeline, torchtitan's default; interleaved has two chunks."
@@ -308,7 +308,7 @@ def _llama3() -> BlindGroup:
         shape = llama_shape("405B", sequence)
         how = Parallelism(
             batch=data, weights=8, context=context, pipeline=16, chunks=7, num_micro=num_micro, cuts=ZERO_STAGES[1],
-            sharded=data, sequence=True, bucket=shape.layer_parameters // 8 * 4,
+            sharded=data, sequence=True, bucket=shape.layer_parameters // 8 * 4, context_kind="gather",
         )  # fmt: skip
         program = replace(  # keys and values are gathered, as few heads as there are (section 3.3.2)
             torch_program("bfloat16", H100["attention"], H100["traffic"]),

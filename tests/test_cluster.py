@@ -66,6 +66,8 @@ def test_every_shipped_number_has_a_source(name: str) -> None:
         ("h10x8", "there is no cluster 'h10x8'; did you mean h100"),
         ("h100x12", "12 devices on level pod are not whole domains of 8; give a multiple of 8 devices"),
         ("h100x0", "give 1 or more, like h100x8"),
+        ("h100x1000000000", "has more than 10000000 devices; give as many at most"),
+        ("h100x" + 5000 * "8", "has more than 10000000 devices"),
         ("rtx4090x16", "level node joins 8 at most; give 8 devices, or a further level"),
         ("nowhere.toml", "there is no cluster file 'nowhere.toml'"),
     ],
@@ -106,6 +108,8 @@ def test_names_that_are_no_clusters(name: str, message: str) -> None:
         ("devices = 8", 'devices = 8\ncalls = {"aten.mm" = [1.0, inf, 8, "float32"]}', r"it is \[seconds, flops"),
         ("[device]", "[gadget]", "unknown key gadget; the keys here are"),
         ("cores = 112", "cores = ", "is not valid TOML"),
+        ("cores = 112", "cores = " + 5000 * "1", "is not valid TOML: a number has more than 4300 digits"),
+        ("cores = 112", "cores = " + 5000 * "[" + 5000 * "]", "is not valid TOML: its tables or arrays are nested too"),
     ],
 )  # fmt: skip
 def test_bad_files(tmp_path: Path, line: str, instead: str, message: str) -> None:

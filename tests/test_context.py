@@ -113,7 +113,8 @@ def explained(plan: str, captures: Captures | None = None, batch: Tensor | None 
 @pytest.mark.parametrize(
     "plan",
     [
-        "context=2", "context=4 context.kind=ring", "context=2 context.kind=ring", "context=3 context.kind=gather",
+        "context=2", "context=2 context.kind=ulysses recompute=layer",
+        "context=4 context.kind=ring", "context=2 context.kind=ring", "context=3 context.kind=gather",
         "context=2 data=2 zero=3", "context=2 tensor=2 context.kind=ring", "tensor=2 sequence=yes",
         "tensor=2 sequence=yes recompute=gathers", "tensor=2 sequence=yes context=2 context.kind=ring",
         "tensor=2 sequence=yes context=2 context.kind=gather recompute=layer",

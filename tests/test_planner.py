@@ -6,6 +6,7 @@ import functools
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import memory_ranks
@@ -21,6 +22,7 @@ from plait.api.job.metrics import measured_noise, read_steps
 from plait.api.plan_model import ModelEvaluator
 from plait.cost.found_plans import RELAXED_WORTH, USABLE, Candidate, FoundPlans, Goal, best_between
 from plait.cost.noise_scale import NoiseScale
+from plait.cost.outline_search import devices_enough
 from plait.cost.plan_search import search
 from plait.cost.shape_evaluator import ShapeEvaluator
 from plait.cost.transformer import TransformerShape
@@ -219,6 +221,35 @@ def test_a_model_that_fits_nowhere() -> None:
     if nothing.enough > 16:
         assert not found(shape, f"h100x{nothing.enough - 8}", 64, limits).best
     assert evaluator.divides
+
+
+@pytest.mark.parametrize("size", [8, 64, 96])
+def test_the_smallest_cluster_is_the_same_from_any_size(size: int) -> None:
+    """Of 112 devices 7 stages may fit; of 120, which have other divisors, none, and of 128 others."""
+
+    class Sizes:
+        homes = ()
+
+        def __init__(self, count: int) -> None:
+            self.fits = count >= 112 and count != 120
+
+        def on(self, cluster: Cluster) -> Sizes:
+            return Sizes(cluster.num_devices)
+
+        def space(self, *_: object) -> Sizes:
+            return self
+
+        def outlines(self) -> list[tuple[int, Parallelism]]:
+            return [(1, Parallelism())]
+
+        def least(self, *_: object) -> float:
+            return 0.0
+
+        def rough(self, *_: object) -> list[SimpleNamespace]:
+            return [SimpleNamespace(missing=0.0 if self.fits else 1.0)]
+
+    evaluator: Any = Sizes(size)
+    assert devices_enough(evaluator, find_cluster(f"h100x{size}"), (1,), Limits.parse(""), 1.0) == 112
 
 
 def test_nothing_legal_is_an_error() -> None:

@@ -11,6 +11,7 @@ from statistics import median
 import pytest
 
 from bench.blind_rows import blind_groups
+from bench.plan_line_rows import plan_line_groups
 from bench.published_rows import BEGIN, FITTED, PRIMARY, PublishedRow, errors, fit, predicted, published_rows
 from plait.cost import parallel_forms as forms
 from plait.cost.collective_time import CollectiveKind, collective_time
@@ -22,7 +23,7 @@ from plait.plan.sharding_plan import ZERO_STAGES
 from plait.spec.cluster import Cluster, DeviceSpec, LinkSpec
 
 ROWS = published_rows()
-groups = functools.cache(blind_groups)  # which simulates
+groups, lines = functools.cache(blind_groups), functools.cache(plan_line_groups)  # which simulate
 A, B, H, L, S, V, T = 96, 2, 12288, 96, 2048, 51200, 8  # GPT-3 on ranks that split weights
 GPT3 = TransformerShape(L, H, A, V, S)
 
@@ -203,6 +204,28 @@ def test_blind_rows(name: str, middle: float, worst: float) -> None:
     found = [abs(value / published - 1) for _, published, value in group.rows]
     assert median(found) <= middle
     assert max(found) <= worst
+
+
+@pytest.mark.parametrize(
+    ("name", "middle", "worst"),
+    [
+        ("DGX Cloud recipes, dense", 0.21, 0.33),  # H100s of 700 W; all sizes alike
+        ("DGX Cloud recipes, Grok-1", 0.38, 0.39),
+        ("Nemotron-4", 0.01, 0.02),
+        ("MegaScale", 0.14, 0.18),
+        ("PTD-P", 0.03, 0.06),
+    ],
+)
+def test_plan_lines(name: str, middle: float, worst: float) -> None:
+    """What a line predicts, and of one model on more GPUs the same error: what grows with their number is right."""
+    group = next(each for each in lines() if each.name.startswith(name))
+    found = {run: value / published - 1 for run, published, value in group.rows}
+    assert median(map(abs, found.values())) <= middle
+    assert max(map(abs, found.values())) <= worst
+    if name.startswith("DGX"):
+        for model in {run.partition(" on ")[0] for run in found}:
+            errors_of_model = [error for run, error in found.items() if run.startswith(model)]
+            assert max(errors_of_model) - min(errors_of_model) < 0.06, model
 
 
 def test_memory_of_torchtitan_needs_no_fitted_number() -> None:

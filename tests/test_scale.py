@@ -106,10 +106,10 @@ def test_the_page_is_what_is_computed(tmp_path: Path) -> None:
     page = Page(tmp_path)
     intervals(page)
     _sensitivity(page)
-    point = best_plan(MOE, cluster_of(131072), 131072 // MOE.gpus_a_row, MOE.strategies["experts, ZeRO-3"])
+    point = best_plan(MOE, cluster_of(131072), 131072 // MOE.gpus_a_row, MOE.strategies["experts, zero bubble, ZeRO-3"])
     missing = [line for line in page.lines if line not in text]
     assert missing == [], "run python -m bench.scale"
-    of_page = re.search(r"\| experts, ZeRO-3 \| [^|]+ \| ([\d.]+)% at", text)
+    of_page = re.search(r"\| experts, zero bubble, ZeRO-3 \| [^|]+ \| ([\d.]+)% at", text)
     assert of_page is not None
     assert point.mfu == pytest.approx(float(of_page[1]) / 100, rel=0.1), "run python -m bench.scale"
     (row,) = plan_rows([point], MOE.shape.sequence)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import memory_ranks
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -13,13 +15,16 @@ import plait
 from plait.api.cli import app
 from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.api.job.simulate_command import simulate_config
+from plait.compile.ops.experts import expert_mm
 from plait.cost.transformer import TransformerShape
+from plait.cost.transformer_memory import least_budget
 from plait.cost.transformer_simulation import SimulatedStep, program_of, simulate_step
 from plait.cost.transformer_step import estimate_step
 from plait.errors import ConfigError, PlanError
 from plait.plan.parallelism import FULL, Parallelism
 from plait.plan.plan import Plan
 from plait.plan.sharding_plan import ZERO_STAGES
+from plait.report.simulation_text import describe_step
 from plait.spec.cluster import Cluster, DeviceSpec, LinkSpec
 from plait.spec.cluster_file import find_cluster
 
@@ -201,6 +206,120 @@ def test_experts_share_weights_and_send_rows() -> None:
     assert cut[0] == pytest.approx(cut[1])
 
 
+class Routed(memory_ranks.Experts):
+    """Two experts for each token, whose results a router weighs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.gate = torch.nn.Linear(width, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.gate(x).softmax(-1).topk(2, -1).values.reshape(-1, 1)
+        rows = x.flatten(0, 1).unsqueeze(1).expand(-1, 2, -1).reshape(-1, x.shape[-1])
+        ids = torch.arange(len(rows), device=x.device) % 4
+        y = expert_mm(torch.nn.functional.gelu(expert_mm(rows, self.up, ids)), self.down, ids) * weights
+        return y.view(*x.shape[:2], 2, -1).sum(2)
+
+
+@pytest.mark.parametrize(
+    ("experts", "plan"),
+    [
+        (4, "tensor=2"),
+        (4, "data=2 zero=1 micro=2"),
+        (4, "data=2 expert=2 tensor=2 recompute=layer"),
+        (4, "data=4 expert=2"),
+        (4, "data=2 expert=2 context=2 recompute=layer"),
+        (1, "context=2"),
+        (1, "context=2 recompute=layer"),
+        (1, "context=2 context.kind=ring recompute=layer"),
+        (1, "context=2 context.kind=gather recompute=layer"),
+        (1, "context=2 context.kind=gather"),
+    ],
+)
+def test_a_layer_sends_and_keeps_what_ranks_do(experts: int, plan: str) -> None:
+    """What a further layer sends and keeps, by the graphs that ranks run, and by closed forms."""
+    run, closed, walked, kept = [], [], [], []
+    shape = TransformerShape(1, 64, 4, 256, 32, tied=False, dropout=False, stores_scores=False, num_experts=experts,
+                             experts_per_token=min(experts, 2))  # fmt: skip
+    for layers in (1, 2):
+        model, batch = BytesGPT(layers=layers, width=64, heads=4, sequence=32), memory_ranks.batch()
+        for block in model.blocks if experts > 1 else ():
+            block.up, block.down = torch.nn.Identity(), Routed(64)
+        found = plait.simulate(model, loss_fn, batch, plan, "h100x8")
+        assert found.memory is not None
+        walked.append(found.memory.fullest.saved)
+        run.append(found.sent["node"])
+        estimate = step(plan, 16, find_cluster("h100x8"), replace(shape, layers=layers)).estimate
+        closed.append(estimate.sent["node"])
+        kept.append(estimate.memory["activations"])
+    assert closed[1] - closed[0] == pytest.approx(run[1] - run[0], rel=0.02)  # but for biases and the router
+    assert kept[1] - kept[0] == pytest.approx(walked[1] - walked[0], rel=0.05 if "recompute" in plan else 0.2, abs=17e3)
+
+
+@pytest.mark.parametrize(
+    ("experts", "plan"),
+    [
+        (1, "tensor=2 sequence=yes"),
+        (1, "context=2"),
+        (1, "context=2 context.kind=ring"),
+        (1, "context=2 context.kind=gather"),
+        (4, "data=2 expert=2 tensor=2"),
+        (4, "data=2 expert=2 expert.capacity=2"),
+    ],
+)
+def test_a_budget_is_no_smaller_than_what_ranks_must_keep(experts: int, plan: str) -> None:
+    """By the error of ranks for a budget that is too small, and by the closed form's."""
+    shape = TransformerShape(1, 64, 4, 256, 32, tied=False, dropout=False, stores_scores=False, num_experts=experts,
+                             experts_per_token=min(experts, 2))  # fmt: skip
+    said, closed = [], []
+    for layers in (1, 2):
+        model, batch = BytesGPT(layers=layers, width=64, heads=4, sequence=32), memory_ranks.batch()
+        for block in model.blocks if experts > 1 else ():
+            block.up, block.down = torch.nn.Identity(), Routed(64)
+        with pytest.raises(PlanError, match="KiB of activations stay") as caught:
+            plait.memory(model, loss_fn, batch, f"{plan} recompute=budget=1KiB")
+        said.append(int(re.findall(r"(\d+)KiB of activations stay", str(caught.value))[0]) * 1024)
+        made = Plan.parse(f"{plan} recompute=budget=1KiB")
+        how = Parallelism.of(made)
+        rows = 16 / how.batch / how.context
+        closed.append(least_budget(replace(shape, layers=layers), how, rows, program_of(made)))
+    assert closed[1] - closed[0] == pytest.approx(said[1] - said[0], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "room", ["expert.capacity=1", "expert.capacity=2", "compile=inductor", "home.activations=host"]
+)
+def test_room_for_rows_of_experts_takes_memory(room: str) -> None:
+    """By `plait.memory`, which walks through the graphs that ranks run; all four have room for each rank's rows."""
+    shape = TransformerShape(2, 64, 4, 256, 32, tied=False, dropout=False, stores_scores=False, num_experts=4,
+                             experts_per_token=2)  # fmt: skip
+    given = room if "capacity" in room else "expert.capacity=2"  # the others have room for all rows of both ranks
+    walked = plait.memory(memory_ranks.mixture(), loss_fn, memory_ranks.batch(), f"data=2 expert=2 {given}").fullest
+    closed = step(f"data=2 expert=2 {room}", 16, find_cluster("h100"), shape).estimate
+    kept = (closed.host_memory or closed.memory)["activations"]
+    assert kept + closed.memory["logits"] == pytest.approx(walked.saved, rel=0.2)
+
+
+def test_heads_may_be_wider_and_experts_shared() -> None:
+    """Sizes that models' own cards say: of Qwen3 and PaLM all weights, of Qwen1.5-MoE those of a token too."""
+    plain = {"biases": False, "learned_positions": False, "dropout": False, "stores_scores": False, "gated": True}
+    qwen = TransformerShape(36, 4096, 32, 151936, 4096, 12288, 8, tied=False, **plain)
+    assert qwen.parameters == pytest.approx(8.19e9, rel=0.001)
+    assert replace(qwen, head_dim=128).parameters == qwen.parameters
+    small = TransformerShape(28, 1024, 16, 151936, 4096, 3072, 8, head_dim=128, **plain)
+    assert small.parameters == pytest.approx(596e6, rel=0.001)  # Qwen3-0.6B: 16 heads of 128 for a width of 1024
+    palm = TransformerShape(118, 18432, 48, 256000, 2048, 73728, 1, head_dim=256, **plain)
+    assert palm.parameters == pytest.approx(540.35e9, rel=0.001)
+    mixture = TransformerShape(24, 2048, 16, 151936, 2048, 1408, tied=False, num_experts=60, experts_per_token=4,
+                               shared_ffn=5632, **plain)  # fmt: skip
+    assert mixture.parameters == pytest.approx(14.3e9, rel=0.005)
+    active = mixture.layers * mixture.layer_weights + mixture.embedding_parameters
+    assert active == pytest.approx(2.7e9, rel=0.01)
+    wide, narrow = (step("data=8 tensor=2", shape=replace(small, head_dim=each)).estimate for each in (128, 64))
+    assert wide.compute > narrow.compute
+    assert wide.memory["activations"] > narrow.memory["activations"]
+
+
 def test_a_budget_lies_between_layers_and_nothing() -> None:
     nothing, layer = step("micro=8"), step("micro=8 recompute=layer")
     saved = nothing.estimate.memory["activations"] + nothing.estimate.memory["logits"]
@@ -222,6 +341,18 @@ def test_a_long_schedule_repeats_what_its_first_rounds_do(schedule: str) -> None
     assert short.trace.seconds < whole.trace.seconds / 2
     assert short.seconds == pytest.approx(whole.seconds, rel=0.002)
     assert short.estimate.memory["activations"] == pytest.approx(whole.estimate.memory["activations"], rel=0.02)
+
+
+def test_a_schedule_that_is_too_long_is_simulated_in_part_or_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(WHOLE.replace("layers = 2", "layers = 4000") + "[train]\nbatch_size = 800000\n")
+    found = simulate_config(tmp_path / "mine.toml", Plan.parse("pipeline=4 micro=800000"), "h100")
+    assert isinstance(found, SimulatedStep)
+    assert found.num_simulated == 12
+    assert "4 stages, 800000 microbatches, of the first 12: utilisation" in describe_step(found)
+    with pytest.raises(PlanError, match=r"actions of its schedule would be simulated; take fewer stages or microbatc"):
+        step("pipeline=4000 micro=4000", 4000, find_cluster("h100x4000"), replace(SHAPE, layers=4000))
+    with pytest.raises(PlanError, match="4000 layers are fewer than 4 ranks x 100000000 chunks"):
+        step("pipeline=4 micro=4 schedule=interleaved chunks=100000000", 4, shape=replace(SHAPE, layers=4000))
 
 
 def test_stages_have_the_layers_that_even_out_their_time() -> None:
@@ -292,8 +423,12 @@ WHOLE = "[shape]\nlayers = 2\nhidden = 8\nheads = 2\nvocab = 9\nsequence = 4\n"
         ("[shape]\nlayer = 2\n", "unknown key shape.layer; did you mean layers"),
         ("[shape]\nlayers = 2.5\n", "shape.layers = 2.5; it should be a whole number"),
         (WHOLE + "kv_heads = -2\n", "kv_heads = -2; it is 1 or more, or left out"),
+        (WHOLE.replace("layers = 2", "layers = 1" + 400 * "0"), "layers of more than 10000; give 10000 at most"),
+        (WHOLE.replace("= 9", "= 1" + 5000 * "0"), "is not valid TOML: a number has more than 4300 digits"),
+        ("x = " + 5000 * "[" + 5000 * "]", "is not valid TOML: its tables or arrays are nested too deep"),
+        (WHOLE + "[train]\nbatch_size = 10000000000\n", "train.batch_size = 10000000000; it should be .* from 1 to"),
         (WHOLE + "ffn = -64\n", "ffn = -64; it is 1 or more, or left out"),
-        (WHOLE + "[train]\nbatch_size = 0\n", "train.batch_size = 0; it should be the sequences of a step, 1 or more"),
+        (WHOLE + "[train]\nbatch_size = 0\n", "train.batch_size = 0; it should be the sequences of a step, from 1"),
         (WHOLE + "[trian]\nbatch_size = 4\n", "unknown key trian; a file with a .shape. has that and train.batch_size"),
         ("", "has no tables"),
         ("[shape]\ngated = 1\n", "shape.gated = 1; it should be true or false"),

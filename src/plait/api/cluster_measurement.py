@@ -121,8 +121,8 @@ def check_out(out: Path | None) -> None:
         raise ConfigError(
             f"--out {str(out)!r}: a cluster is read from a file whose name ends in .toml; write {out}.toml"
         )
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        why = "it is a folder" if out.is_dir() else f"there is no folder {str(out.absolute().parent)!r}"
+    if os.path.isdir(out) or not os.path.isdir(out.absolute().parent):
+        why = "it is a folder" if os.path.isdir(out) else f"there is no folder {str(out.absolute().parent)!r}"
         raise ConfigError(f"cannot write the cluster file {str(out)!r}: {why}; give a file in a folder that is there")
     if not os.access(out.absolute().parent, os.W_OK):
         raise ConfigError(

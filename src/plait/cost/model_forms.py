@@ -63,7 +63,8 @@ class ExpertForms:
         """Seconds of the exchanges of a microbatch of so many rows on each rank."""
         each = self.num_bytes * rows * how.sent_rows / self.exchanges
         group = range(0, how.experts * stride, stride)
-        return self.exchanges * collective_time(CollectiveKind.ALL_TO_ALL, each, group, cluster)
+        again = 1.5 if how.recompute == FULL else 1.0  # those of the forward once more
+        return again * self.exchanges * collective_time(CollectiveKind.ALL_TO_ALL, each, group, cluster)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from plait.spec.cluster import Cluster
 
 _OF_ONE_MESH = 4  # candidates of one spread of ranks that are simulated at most
 _MOST_DEVICES = 1 << 17
+_MOST_SIZES = 64  # of clusters that are looked at from below
 _HOPELESS = 3.0  # times the best: such outlines are not looked into
 _BINS = 8  # of memory, for a factor of 2: of each the fastest plan is kept
 
@@ -217,7 +218,11 @@ def _find_nearest(
 def devices_enough(
     evaluator: PlanEvaluator, cluster: Cluster, rows: tuple[int, ...], limits: Limits, memory: float
 ) -> int:
-    """The smallest number of devices, in whole domains of links, on which a plan fits; 0 if none was found."""
+    """The smallest number of devices, in whole domains of links, on which a plan fits; 0 if none was found.
+
+    More devices are not always enough where fewer are: 15 nodes have fewer divisors than 14. So sizes are looked at
+    from below, all of them up to so many nodes, and beyond that as many evenly spaced ones.
+    """
 
     def fits(count: int) -> bool:
         larger = evaluator.on(cluster.with_devices(count))
@@ -237,12 +242,14 @@ def devices_enough(
     if cluster.links[-1].size and cluster.links[-1].size <= cluster.num_devices:
         return 0  # there is no link for more
     node = next((link.size for link in reversed(cluster.links[:-1]) if link.size), 1)
-    low, high = 0, -(-(cluster.num_devices + 1) // node)
+    low, first = 0, -(-(cluster.num_devices + 1) // node)
+    high = first
     while high * node <= _MOST_DEVICES and not fits(high * node):
         low, high = high, 2 * high
     if high * node > _MOST_DEVICES:
         return 0
-    while high - low > 1:
+    while high - low > _MOST_SIZES:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle * node) else (middle, high)
-    return high * node
+    between = range(first, high, max((high - first) // _MOST_SIZES, 1))
+    return next((count for count in between if fits(count * node)), high) * node

@@ -16,6 +16,10 @@ from plait.errors import ConfigError
 from plait.plan.parallelism import ALTERNATE, FULL, NONE, SELECTIVE
 
 HALF_BYTES = 2  # bytes of an activation in bf16 or fp16
+_SIZES = {  # by their names, the most that is credible
+    "layers": 10_000, "hidden": 10**9, "heads": 10**9, "vocab": 10**9, "sequence": 10**9, "ffn": 10**9,
+    "kv_heads": 10**9, "head_dim": 10**9, "num_experts": 100_000, "experts_per_token": 100_000, "shared_ffn": 10**9,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,10 @@ class TransformerShape:
         stores_scores: whether attention keeps its scores, as it does without FlashAttention.
         num_experts: MLPs of a layer, of which a router gives each token some; 1 is a dense MLP.
         experts_per_token: how many of them a token has.
+        head_dim: width of a head; hidden / heads by default.
+        shared_ffn: width of the MLP that every token has beside its experts (shared experts); 0 if there is none.
 
-    Raises ConfigError for a size below 1, and for heads that do not divide the width.
+    Raises ConfigError for a size below 1 or beyond what is credible, and for heads that do not divide the width.
     """
 
     layers: int
@@ -57,20 +63,24 @@ class TransformerShape:
     stores_scores: bool = True
     num_experts: int = 1
     experts_per_token: int = 1
+    head_dim: int = 0
+    shared_ffn: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocab", "sequence"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"a transformer with {name} = {getattr(self, name)}; it is 1 or more")
-        for name in ("ffn", "kv_heads"):
+        for name in ("ffn", "kv_heads", "head_dim", "shared_ffn"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"a transformer with {name} = {getattr(self, name)}; it is 1 or more, or left out")
-        if self.hidden % self.heads or self.heads % self.groups:
+        for name, most in _SIZES.items():
+            if getattr(self, name) > most:
+                raise ConfigError(f"a transformer with {name} of more than {most}; give {most} at most")
+        if (not self.head_dim and self.hidden % self.heads) or self.heads % self.groups:
             raise ConfigError(
                 f"a transformer with hidden = {self.hidden}, heads = {self.heads} and kv_heads = {self.groups}; heads"
-                " divide hidden, and kv_heads divide heads"
+                " divide hidden, or head_dim says how wide one is, and kv_heads divide heads"
             )
-
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise ConfigError(
                 f"a transformer with num_experts = {self.num_experts} and experts_per_token = {self.experts_per_token};"
@@ -88,22 +98,42 @@ class TransformerShape:
         return self.kv_heads or self.heads
 
     @property
+    def head_width(self) -> int:
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def attention_width(self) -> int:
+        """The columns of all queries: hidden, if head_dim does not say otherwise."""
+        return self.heads * self.head_width
+
+    @property
     def kv_width(self) -> int:
-        return self.hidden // self.heads * self.groups
+        return self.head_width * self.groups
 
     @property
     def layer_weights(self) -> int:
         """Elements of a layer's matrices that a token is multiplied with: 12 h^2 for a GPT."""
-        return self.attention_weights + self.router_weights + self.experts_per_token * self.mlp_weights
+        mlp = self.experts_per_token * self.mlp_weights + self.shared_weights
+        return self.attention_weights + self.router_weights + mlp
 
     @property
     def attention_weights(self) -> int:
-        return 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_width
+        return 2 * self.hidden * (self.attention_width + self.kv_width)
+
+    @property
+    def num_gates(self) -> int:
+        """Matrices of an MLP that the residual stream is multiplied with."""
+        return 2 if self.gated else 1
 
     @property
     def mlp_weights(self) -> int:
         """Elements of the matrices of one MLP."""
-        return (3 if self.gated else 2) * self.hidden * self.inner
+        return (self.num_gates + 1) * self.hidden * self.inner
+
+    @property
+    def shared_weights(self) -> int:
+        """Elements of the matrices of the MLP that every token has beside its experts."""
+        return (self.num_gates + 1) * self.hidden * self.shared_ffn
 
     @property
     def router_weights(self) -> int:
@@ -112,19 +142,19 @@ class TransformerShape:
     @property
     def expert_parameters(self) -> int:
         """Elements of a layer's experts; 0 if it has a dense MLP."""
-        each = self.mlp_weights + (self._mlp_biases if self.biases else 0)
+        each = self.mlp_weights + self._mlp_biases(self.inner)
         return self.num_experts * each if self.num_experts > 1 else 0
 
-    @property
-    def _mlp_biases(self) -> int:
-        return self.inner * (2 if self.gated else 1) + self.hidden
+    def _mlp_biases(self, width: int) -> int:
+        return width * self.num_gates + self.hidden if self.biases and width else 0
 
     @property
     def layer_parameters(self) -> int:
         """Elements of all of a layer: 12 h^2 + 13 h for a GPT."""
         norms = 2 * self.hidden * (2 if self.biases else 1)
-        biases = 2 * self.hidden + 2 * self.kv_width
-        mlp = self.expert_parameters or self.mlp_weights + (self._mlp_biases if self.biases else 0)
+        biases = self.hidden + self.attention_width + 2 * self.kv_width
+        mlp = self.expert_parameters or self.mlp_weights + self._mlp_biases(self.inner)
+        mlp += self.shared_weights + self._mlp_biases(self.shared_ffn)
         return self.attention_weights + self.router_weights + mlp + norms + (biases if self.biases else 0)
 
     @property
@@ -145,7 +175,7 @@ class TransformerShape:
 
     def attention_flops(self, tokens: float) -> float:
         """Operations of a layer's scores and their use in a forward, all of them counted: 4 b s^2 h."""
-        return 4.0 * tokens * self.sequence * self.hidden
+        return 4.0 * tokens * self.sequence * self.attention_width
 
     def head_flops(self, tokens: float) -> float:
         """Operations of the output layer in a forward: 2 b s h V."""
@@ -174,7 +204,9 @@ class TransformerShape:
         matmul, attention = self.matmul_flops(tokens), self.attention_flops(tokens)
         return matmul + attention, matmul + 2 * attention, matmul
 
-    def activation_bytes(self, rows: float, weights: int = 1, sequence: bool = False, recompute: str = NONE) -> float:
+    def activation_bytes(
+        self, rows: float, weights: int = 1, sequence: bool = False, recompute: str = NONE, room: float = 1.0
+    ) -> float:
         """Bytes of activations in half precision that one layer keeps from forward to backward on one rank.
 
         For a GPT with dropout and stored scores (Korthikanti et al., table 2), over t ranks that split weights:
@@ -185,30 +217,35 @@ class TransformerShape:
             2 s b h                                with full recomputation; over t, if ranks split sequences too
 
         With `alternate` these are the layer's input, the result of attention, and that of the first product and of
-        every other one after it (the policy of torchtitan's "selective op" checkpointing).
+        every other one after it (the policy of torchtitan's "selective op" checkpointing). There is room for `room`
+        times the rows that a balanced router sends to experts.
         """
         tokens = rows * self.sequence
         if recompute == FULL:
             return HALF_BYTES * tokens * self.hidden / (weights if sequence else 1)
         if recompute == ALTERNATE:
-            ends = self.hidden + self._columns[-1]  # the residual stream before and behind the layer
-            return HALF_BYTES * tokens * (ends + (sum(self._columns[:-1:2]) + self.hidden) / weights)
-        whole, cut = self._whole_bytes(), self._cut_bytes()
+            ends = 2 * self.hidden  # the residual stream before and behind the layer
+            kept = sum(columns for _, columns in self._products[:-1:2]) + self.attention_width
+            return HALF_BYTES * tokens * (ends + kept / weights)
+        whole, cut = self._whole_bytes(), self._cut_bytes(room)
         scores = 5.0 * self.heads * self.sequence if self.stores_scores and recompute == NONE else 0.0
         return tokens * ((whole / weights if sequence else whole) + (cut + scores) / weights)
 
     @property
-    def _columns(self) -> list[int]:
-        """The columns of a layer's products, in order: query, key, value, out, then those of the MLP."""
-        mlp = [self.inner] * (2 if self.gated else 1) + [self.hidden]
-        return [self.hidden, self.kv_width, self.kv_width, self.hidden, *mlp * self.experts_per_token]
+    def _products(self) -> list[tuple[int, int]]:
+        """Rows and columns of the matrices of a layer, in order: query, key, value, out, then those of MLPs."""
+
+        def mlp(width: int) -> list[tuple[int, int]]:
+            return [(self.hidden, width)] * self.num_gates + [(width, self.hidden)]
+
+        inputs = [(self.hidden, width) for width in (self.attention_width, self.kv_width, self.kv_width)]
+        shared = mlp(self.shared_ffn) if self.shared_ffn else []
+        return [*inputs, (self.attention_width, self.hidden), *shared, *mlp(self.inner) * self.experts_per_token]
 
     @property
     def alternate_fraction(self) -> float:
         """The part of a layer's products that is repeated if every other one is kept."""
-        mlp = [self.hidden] * (2 if self.gated else 1) + [self.inner]
-        inner = [self.hidden] * 4 + mlp * self.experts_per_token
-        work = [rows * columns for rows, columns in zip(inner, self._columns, strict=True)]
+        work = [rows * columns for rows, columns in self._products]
         return sum(work[1::2]) / sum(work)
 
     def _whole_bytes(self) -> float:
@@ -216,13 +253,13 @@ class TransformerShape:
         masks of two dropouts."""
         return 4 * HALF_BYTES * self.hidden + (2 * self.hidden if self.dropout else 0)
 
-    def _cut_bytes(self) -> float:
+    def _cut_bytes(self, room: float) -> float:
         """Bytes per token within them: query, key, value and the result of attention; what the MLP keeps: the input and
         the result of its activation function, and with a gate the other factor and the product."""
-        attention = HALF_BYTES * (2 * self.hidden + 2 * self.kv_width)
+        attention = HALF_BYTES * 2 * (self.attention_width + self.kv_width)
         rows = self.hidden if self.num_experts > 1 else 0  # what a router sends an expert, and what comes back
-        mlp = self.inner * (4 if self.gated else 2) + 2 * rows
-        return attention + HALF_BYTES * self.experts_per_token * mlp
+        mlp = self.experts_per_token * (self.inner * 2 * self.num_gates + 2 * rows)
+        return attention + HALF_BYTES * (room * mlp + self.shared_ffn * 2 * self.num_gates)
 
     def embedding_bytes(self, rows: float, pipeline: int, weights: int) -> float:
         """Bytes on the first stage beside the layers', with sequence parallelism: the masks of the dropout behind the

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from plait.cost.parallel_forms import schedule_activations
 from plait.cost.transformer import HALF_BYTES, TransformerShape
+from plait.cost.transformer_context import received_bytes
 from plait.cost.transformer_program import TransformerProgram
 from plait.cost.transformer_states import Owned, held_states
 from plait.plan.parallelism import ALTERNATE, BUDGET, FULL, NONE, Parallelism
@@ -30,21 +31,30 @@ def kept_bytes(
 ) -> float:
     """Bytes that a layer keeps from forward to backward on one rank, for a microbatch of `rows` sequences."""
     if recompute == BUDGET:
-        least, most = (kept_bytes(shape, how, rows, program, kind) for kind in (FULL, NONE))
+        least, most = least_kept(shape, how, rows, program), kept_bytes(shape, how, rows, program, NONE)
         return min(max((how.budget - logits_bytes(shape, how, rows, program)) / shape.layers, least), most)
-    found = shape.activation_bytes(rows, how.weights, how.sequence, recompute) * program.value_bytes / HALF_BYTES
+    found = shape.activation_bytes(rows, how.weights, how.sequence, recompute, how.sent_rows)
+    found *= program.value_bytes / HALF_BYTES
     inputs = 1 if recompute in (ALTERNATE, FULL) else 2  # of norms, which are of the residual stream
     wider = inputs * (program.stream_bytes - program.value_bytes) * shape.hidden * rows * shape.sequence
     found += wider / (how.weights if how.sequence else 1)
     if recompute == FULL and how.weights > 1 and not program.repeats_sums:
-        found += program.value_bytes * rows * shape.sequence * shape.hidden / (how.weights if how.sequence else 1)
-    return found
+        rows_of_experts = shape.experts_per_token if shape.num_experts > 1 else 0
+        sums = 1 / (how.weights if how.sequence else 1) + rows_of_experts
+        found += program.value_bytes * rows * shape.sequence * shape.hidden * sums
+    return found + received_bytes(shape, how, rows * shape.sequence, program, recompute)
+
+
+def least_kept(shape: TransformerShape, how: Parallelism, rows: float, program: TransformerProgram) -> float:
+    """Bytes that a layer keeps within the smallest budget: its input, and what came from other ranks."""
+    whole = kept_bytes(shape, how, rows, program, FULL)
+    sent = (received_bytes(shape, how, rows * shape.sequence, program, kind) for kind in (BUDGET, FULL))
+    return whole + next(sent) - next(sent)
 
 
 def least_budget(shape: TransformerShape, how: Parallelism, rows: float, program: TransformerProgram) -> float:
-    """Bytes of the smallest budget: the inputs of all layers, and what the loss keeps."""
-    inputs = kept_bytes(shape, how, rows, program, FULL)
-    return shape.layers * inputs + logits_bytes(shape, how, rows, program)
+    """Bytes of the smallest budget: what all layers keep within it, and what the loss keeps."""
+    return shape.layers * least_kept(shape, how, rows, program) + logits_bytes(shape, how, rows, program)
 
 
 def logits_bytes(shape: TransformerShape, how: Parallelism, rows: float, program: TransformerProgram) -> float:

@@ -21,6 +21,7 @@ from plait.cost.transformer_step import (
     StepEstimate,
     agreement,
     cell_times,
+    check_shape,
     estimate_step,
     head_time,
     layer_time,
@@ -39,6 +40,7 @@ from plait.spec.trace import Trace
 # What lies between products is moved so often in torch's programs, as fitted to half of torchtitan's runs on H100s; its
 # runs on A100s, which it was not fitted to, are met with it too (docs/bench/published.md).
 _TRAFFIC = 5.75
+_MOST_ACTIONS = 1_000_000  # that are simulated: they take a minute
 _CONTENTION = 0.15  # assumed: collectives take some of a GPU's multiprocessors, and of its memory's bandwidth
 
 
@@ -70,14 +72,14 @@ class SimulatedStep:
 
     @cached_property
     def schedule(self) -> Schedule | None:
-        """The schedule of the pipeline, if there is one."""
-        return None if self.costs is None else _schedule(self.plan, self.plan.micro)
+        """The schedule of the pipeline, if there is one, of the microbatches that were simulated."""
+        return None if self.costs is None else _schedule(self.plan, self.num_simulated)
 
     @cached_property
     def trace(self) -> Trace | None:
         """The spans of the pipeline's ranks, without sums of gradients and updates, of the microbatches that were
         simulated; None without a pipeline."""
-        return None if self.costs is None else simulate(_schedule(self.plan, self.num_simulated), self.costs)
+        return None if self.costs is None or self.schedule is None else simulate(self.schedule, self.costs)
 
     @property
     def seconds(self) -> float:
@@ -179,15 +181,16 @@ def simulate_step(
     With `most_actions`, fewer microbatches are simulated of a schedule that has more actions: 3 times as many as ranks,
     or a few more. What each further round of as many as ranks takes is what the last simulated one took.
 
-    Raises PlanError for a plan that does not divide rows, layers or heads, that has more ranks than the cluster, or
-    that closed forms do not describe: stages that differ, workers, parameters that ranks share, homes on a cluster of
-    whose hosts nothing is known.
+    Raises PlanError for a plan that does not divide rows, layers or heads, that has more ranks than the cluster, that
+    closed forms do not describe (stages that differ, workers, parameters that ranks share, homes on a cluster of whose
+    hosts nothing is known), or whose schedule has more actions than can be simulated.
     """
     program = program or program_of(plan)
     how = Parallelism.of(plan)
     if how.pipeline == 1:
         found = estimate_step(shape, how, rows, cluster, program)
         return SimulatedStep(plan, cluster, rows, rows * shape.sequence, program.dtype, found)
+    check_shape(shape, how, rows, cluster, program)
     one = _schedule(plan, 1)  # a microbatch tells how many stages there are
     if one.asynchronous:
         raise PlanError(Refusal(f"schedule={plan.schedule}", "it has no end of a step", "take a synchronous schedule"))
@@ -195,7 +198,8 @@ def simulate_step(
     found = estimate_step(shape, how, rows, cluster, program)
     layers = stage_layers(shape, how, rows, cluster, program, one.num_stages)
     costs = cell_costs(shape, how, rows, cluster, program, layers)
-    num_simulated, run = _run(plan, costs, most_actions // max(sum(map(len, one.ranks)), 1) if most_actions else 0)
+    each = sum(map(len, one.ranks))
+    num_simulated, run = _run(plan, costs, each, max(most_actions // each, 1) if most_actions else plan.micro)
     # A value is on its way while ranks compute, but the next one waits until the link is free again.
     seconds = max(run.seconds, run.busy / how.num_micro + how.num_micro * how.chunks * costs.communication)
     # The rank that computes longest is the one of the estimate; what it does not compute is messages and bubble. Sums
@@ -231,14 +235,20 @@ def _schedule(plan: Plan, num_micro: int) -> Schedule:
     return _made(plan.schedule, len(plan.copies), num_micro, plan.chunks if plan.chunks > 1 else None)
 
 
-def _run(plan: Plan, costs: Costs, most_micro: int = 0) -> tuple[int, ScheduleTimes]:
+def _run(plan: Plan, costs: Costs, num_actions: int, most_micro: int) -> tuple[int, ScheduleTimes]:
     """How many microbatches are simulated, and what a step takes: if there are more than `most_micro`, those of the
-    first rounds, with what is repeated added."""
+    first rounds, with what is repeated added. A microbatch has so many actions."""
     ranks, num_micro, chunks = len(plan.copies), plan.micro, plan.chunks if plan.chunks > 1 else None
     rounds = max((num_micro - 3 * ranks) // ranks, 0)
-    if not most_micro or rounds < 2 or num_micro <= most_micro:
-        return num_micro, schedule_times(plan.schedule, ranks, num_micro, chunks, costs)
     least = num_micro - (rounds + 1) * ranks
+    whole = rounds < 2 or num_micro <= most_micro
+    if (actions := num_actions * (num_micro if whole else least + ranks)) > _MOST_ACTIONS:
+        raise PlanError(
+            Refusal(f"the plan {plan.title!r}", f"{actions:,} actions of its schedule would be simulated",
+                    f"take fewer stages or microbatches, with {_MOST_ACTIONS:,} actions at most")
+        )  # fmt: skip
+    if whole:
+        return num_micro, schedule_times(plan.schedule, ranks, num_micro, chunks, costs)
     before, last = (schedule_times(plan.schedule, ranks, least + more, chunks, costs) for more in (0, ranks))
     found = (each + rounds * (each - less) for less, each in zip(before, last, strict=True))
     return least + ranks, ScheduleTimes(*found)

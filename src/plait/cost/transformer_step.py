@@ -16,10 +16,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from plait.cost.collective_time import CollectiveKind, collective_time, send_time
+from plait.cost.collective_time import CollectiveKind, collective_time, ring_bytes, send_time
 from plait.cost.op_time import op_time
 from plait.cost.parallel_forms import schedule_wait
 from plait.cost.transformer import HALF_BYTES, TransformerShape
+from plait.cost.transformer_context import RING, attention_exchange, attention_kind
 from plait.cost.transformer_memory import kept_bytes, least_budget, memory_of_rank, own_parameters
 from plait.cost.transformer_program import DEFAULT_PROGRAM, TransformerProgram
 from plait.cost.transformer_states import Owned, exchange_time, host_work, sums_time, trained
@@ -125,7 +126,7 @@ def estimate_step(
     Raises PlanError if ranks or microbatches do not divide the rows or the layers, or if the cluster has too few
     devices.
     """
-    _check(shape, how, rows, cluster, program)
+    check_shape(shape, how, rows, cluster, program)
     tokens = rows / (how.batch * how.num_micro) * shape.sequence / how.context
     cells = cell_times(shape, how, rows, cluster, program)
     own = own_parameters(shape, how)
@@ -270,7 +271,10 @@ def agreement(how: Parallelism, exchange: float, seconds: float) -> float:
     return 0.0 if how.later is None else max(exchange - how.later.overlap * seconds, 0.0) / how.later.steps
 
 
-def _check(shape: TransformerShape, how: Parallelism, rows: int, cluster: Cluster, program: TransformerProgram) -> None:
+def check_shape(
+    shape: TransformerShape, how: Parallelism, rows: int, cluster: Cluster, program: TransformerProgram
+) -> None:
+    """Raise PlanError for what closed forms cannot spread over these ranks of the cluster."""
     if rows % (how.batch * how.num_micro):
         raise PlanError(
             f"{rows} rows are not whole microbatches: {how.batch} ranks with {how.num_micro} microbatches each; give a"
@@ -283,7 +287,7 @@ def _check(shape: TransformerShape, how: Parallelism, rows: int, cluster: Cluste
     if how.num_ranks > cluster.num_devices:
         raise PlanError(
             f"the plan has {how.num_ranks} ranks, and the cluster {cluster.name} {cluster.num_devices} devices; name a"
-            f" larger cluster, as in --cluster h100x{how.num_ranks}"
+            f" larger cluster, as in --cluster h100x{how.num_ranks}, or write devices = {how.num_ranks} in its file"
         )
     if how.recompute == BUDGET:
         micro_rows = rows / (how.batch * how.num_micro * how.context)
@@ -305,7 +309,7 @@ def layer_time(
     """Seconds of a layer for a microbatch of `tokens` tokens on each rank."""
     spread = Parallelism(
         weights=how.weights, context=how.context, recompute=how.recompute, sequence=how.sequence, budget=how.budget,
-        experts=how.experts, capacity=how.sent_rows,
+        experts=how.experts, capacity=how.sent_rows, context_kind=how.context_kind,
     )  # fmt: skip
     return _layer_time(shape, spread, tokens, cluster, program)
 
@@ -320,26 +324,31 @@ def _layer_time(
         moved = program.value_bytes * (rows * inner + inner * columns + rows * columns)
         return op_time(device, 2 * rows * inner * columns, moved, program.dtype)
 
-    gates = 2 if shape.gated else 1
-    matrices = product(hidden, (hidden + 2 * shape.kv_width) / parts) + product(hidden / parts, hidden)
+    def mlp(width: float, rows: float) -> float:
+        return product(hidden, shape.num_gates * width / parts, rows) + product(width / parts, hidden, rows)
+
+    queries = shape.attention_width
+    matrices = product(hidden, (queries + 2 * shape.kv_width) / parts) + product(queries / parts, hidden)
     local = shape.num_experts / how.experts  # experts of the rank, with as many rows together as the rank's own have
     each = tokens * shape.experts_per_token / local
-    experts = product(hidden, gates * shape.inner / parts, each) + product(shape.inner / parts, hidden, each)
-    matrices += local * experts + (product(hidden, shape.num_experts) if shape.num_experts > 1 else 0.0)
+    matrices += local * mlp(shape.inner, each)
+    matrices += product(hidden, shape.num_experts) if shape.num_experts > 1 else 0.0
+    matrices += mlp(shape.shared_ffn, tokens) if shape.shared_ffn else 0.0
     scores = program.causal * shape.attention_flops(tokens) / parts
-    kept = 0.0 if shape.stores_scores else 4 * program.value_bytes * tokens * hidden / parts
+    kept = 0.0 if shape.stores_scores else 4 * program.value_bytes * tokens * queries / parts
     half = "float16" if program.dtype.startswith("float8") else program.dtype  # attention stays in half precision
     fused = not (shape.stores_scores or program.attention)
     attention = 2 * op_time(device, scores / 2, kept / 2, half, fused) / (program.attention or 1.0)
     rows = tokens / shape.sequence
     scale = program.value_bytes / HALF_BYTES
-    whole = scale * shape.activation_bytes(rows, parts, how.sequence, NONE)
-    without = scale * shape.activation_bytes(rows, parts, how.sequence, SELECTIVE)
+    whole, without = (
+        scale * shape.activation_bytes(rows, parts, how.sequence, kind, how.sent_rows) for kind in (NONE, SELECTIVE)
+    )
     between = op_time(device, 0, program.traffic * without, program.dtype)
     scoring = op_time(device, 0, 2.0 * (whole - without), program.dtype) if whole > without else 0.0
     merges, sums = (
-        op_time(device, 0, (how.context - 1) * each * tokens * hidden / parts, program.dtype)
-        if how.context > 1
+        op_time(device, 0, (how.context - 1) * each * tokens * queries / parts, program.dtype)
+        if how.context > 1 and attention_kind(shape, how) == RING
         else 0.0
         for each in program.ring_traffic
     )
@@ -359,22 +368,17 @@ def _layer_time(
     num_bytes = program.value_bytes * tokens * hidden
     each = collective_time(CollectiveKind.ALL_REDUCE, num_bytes, range(parts), cluster)
     # An all-gather and a reduce-scatter take as long as an all-reduce.
-    sent = [2 * each, (2 + _sums_again(how, program)) * each]
-    if how.context > 1:  # keys and values go around, in backward with their gradients
-        width = hidden if program.repeats_heads else shape.kv_width
-        pairs, ranks = 2 * tokens * how.context * width / parts, range(0, how.context * parts, parts)
-        ring, back = (
-            collective_time(CollectiveKind.ALL_GATHER, pairs * num, ranks, cluster)
-            for num in (program.value_bytes, program.ring_gradient_bytes or program.value_bytes)
-        )
-        sent = [sent[0] + ring, sent[1] + (2 if how.recompute == FULL else 1) * ring + back]
+    sent = [num * each for num in _num_sums(shape, how, program)]
+    ranks = range(0, how.context * parts, parts)
+    for phase, messages in enumerate(attention_exchange(shape, how, tokens, program)):
+        sent[phase] += sum(collective_time(kind, num_bytes, ranks, cluster) for kind, num_bytes in messages)
     if how.experts > 1:  # rows go to the ranks of their experts and back, in backward their gradients
         stride = how.context * parts
         held = num_bytes * shape.experts_per_token * how.capacity
         rows_sent = collective_time(
             CollectiveKind.ALL_TO_ALL, held, range(0, how.experts * stride, stride), cluster
         )  # fmt: skip
-        sent = [sent[0] + 2 * rows_sent, sent[1] + (4 if how.recompute == FULL else 2) * rows_sent]
+        sent = [sent[0] + 2 * rows_sent, sent[1] + (_num_exchanges(how) - 2) * rows_sent]
     return LayerTime(forward, inputs, matrices, *sent)
 
 
@@ -405,11 +409,21 @@ def message_time(
     return seconds
 
 
-def _sums_again(how: Parallelism, program: TransformerProgram) -> int:
-    """How many sums over ranks that split weights a layer repeats in its backward."""
-    if how.recompute != FULL:
-        return 0
-    return 2 if program.repeats_sums else int(how.sequence)  # two gathers of the sequence are half a sum each
+def _num_sums(shape: TransformerShape, how: Parallelism, program: TransformerProgram) -> tuple[int, int]:
+    """How many sums over ranks that split weights a layer has in its forward and in its backward, each of the residual
+    stream: one of attention, one of the MLP. Results of experts are summed before a router weighs them, as the
+    router's gradient needs them whole: as many as a token has."""
+    shared = int(shape.num_experts > 1 and shape.shared_ffn > 0)
+    forward, backward = 1 + shape.experts_per_token + shared, 2 + shared
+    if how.recompute == FULL:
+        backward += forward if program.repeats_sums else int(how.sequence)  # two gathers are half a sum each
+    return forward, backward
+
+
+def _num_exchanges(how: Parallelism) -> int:
+    """How often rows go to the ranks of their experts or back, in forward and in backward. A layer that is recomputed
+    keeps what is summed after they came back."""
+    return 4 if how.recompute != FULL else 5 if how.weights > 1 else 6
 
 
 def _repeated(
@@ -441,28 +455,32 @@ def _sent(
             level = cluster.links[cluster.between(group[0], group[-1])].level
             found[level] = found.get(level, 0.0) + num_bytes
 
-    again = 6 if how.recompute == FULL else 4
     layers, whole = shape.layers / how.pipeline, program.value_bytes * tokens * shape.hidden
-    num_sums = (4 + _sums_again(how, program)) * layers * how.num_micro
+    num_sums = sum(_num_sums(shape, how, program)) * layers * how.num_micro
     add(range(how.weights), CollectiveKind.ALL_REDUCE.sent_bytes(int(whole), how.weights) * num_sums)
     stride = how.context * how.weights
     rows_sent = shape.experts_per_token * whole * how.sent_rows * (how.experts - 1) / how.experts
-    add(range(0, how.experts * stride, stride), rows_sent * again * layers * how.num_micro)
+    exchanges = _num_exchanges(how) * layers * how.num_micro
+    add(range(0, how.experts * stride, stride), rows_sent * exchanges)
+    messages = itertools.chain(*attention_exchange(shape, how, tokens, program))
+    pairs = sum(ring_bytes(num_bytes, how.context) for _, num_bytes in messages)
+    add(range(0, stride, how.weights), pairs * layers * how.num_micro)
     if how.later is not None:
         stride = how.agreeing * how.context * how.weights
         changes = CollectiveKind.ALL_REDUCE.sent_bytes(int(trained(own, how) * how.later.sent_bytes), how.num_replicas)
         add(range(0, how.num_replicas * stride, stride), changes / how.later.steps)
-    inner = range(0, how.sharded * how.weights, how.weights)
-    gradients, gathered = own.held * program.summed_bytes, own.held * program.value_bytes
-    if how.cuts.optimizer:
-        sums = CollectiveKind.REDUCE_SCATTER.sent_bytes(int(gradients), how.sharded)
-        gathers = CollectiveKind.ALL_GATHER.sent_bytes(int(gathered / how.sharded), how.sharded)
-        gathers_again = how.recompute == FULL and program.repeats_sums
-        uses = (2 + gathers_again) * how.num_micro if how.cuts.parameters else 1
-        add(inner, sums * (how.num_micro if how.cuts.gradients else 1) + gathers * uses)
-    copies = how.agreeing * how.context // how.sharded
-    alike = range(0, copies * how.sharded * how.weights, how.sharded * how.weights)
-    add(alike, CollectiveKind.ALL_REDUCE.sent_bytes(int(gradients / how.sharded), copies))
+    for elements, apart in ((own.dense, 1), (own.expert, own.ranks)):  # ranks with the same experts are some apart
+        sharded, step = max(how.sharded // apart, 1), how.weights * apart
+        gradients, gathered = elements * program.summed_bytes, elements * program.value_bytes
+        if how.cuts.optimizer:
+            sums = CollectiveKind.REDUCE_SCATTER.sent_bytes(int(gradients), sharded)
+            gathers = CollectiveKind.ALL_GATHER.sent_bytes(int(gathered / sharded), sharded)
+            gathers_again = how.recompute == FULL and program.repeats_sums
+            uses = (2 + gathers_again) * how.num_micro if how.cuts.parameters else 1
+            add(range(0, sharded * step, step), sums * (how.num_micro if how.cuts.gradients else 1) + gathers * uses)
+        copies = how.agreeing * how.context // apart // sharded
+        alike = range(0, copies * sharded * step, sharded * step)
+        add(alike, CollectiveKind.ALL_REDUCE.sent_bytes(int(gradients / sharded), copies))
     if how.pipeline > 1:
         stride = how.num_ranks // how.pipeline
         add((0, stride), 2 * how.chunks * how.num_micro * whole / how.weights)

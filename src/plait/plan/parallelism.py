@@ -86,6 +86,7 @@ class Parallelism:
         experts: ranks that each have a part of the experts, the inner part of `batch`.
         capacity: room for rows at the ranks of experts, as a multiple of what a balanced router sends; 0 if only rows
             travel that there are.
+        context_kind: how ranks of `context` see positions of others: ulysses, ring, gather, or auto, what sends least.
     """
 
     batch: int = 1
@@ -106,6 +107,7 @@ class Parallelism:
     precision: str = "fp32"
     experts: int = 1
     capacity: float = 0.0
+    context_kind: str = "auto"
 
     def having(self, **changes: Any) -> Parallelism:
         """The same with other fields, as `dataclasses.replace` gives it, but ten times as fast, for searches."""
@@ -132,7 +134,8 @@ class Parallelism:
     def sent_rows(self) -> float:
         """Rows that travel to experts, in those that a balanced router sends. Activations that are kept elsewhere have
         fixed lengths, with room for all."""
-        return self.capacity or (1.0 if self.homes.activations == DEVICE else float(self.experts))
+        most = float(self.experts)
+        return min(self.capacity, most) if self.capacity else 1.0 if self.homes.activations == DEVICE else most
 
     @property
     def num_replicas(self) -> int:
@@ -163,6 +166,7 @@ class Parallelism:
             raise PlanError(
                 f"recompute={plan.recompute.kind} depends on the model's ops; write recompute=layer, a budget or none"
             )
+        experts = math.prod(size for kind, size in sizes.items() if kind.cuts_experts)
         return cls(
             batch=math.prod(size for kind, size in sizes.items() if kind.cuts_rows),
             weights=math.prod(size for kind, size in sizes.items() if kind.cuts_weights),
@@ -180,8 +184,9 @@ class Parallelism:
             bucket=plan.bucket_bytes,
             schedule=plan.schedule,
             precision=plan.precision,
-            experts=math.prod(size for kind, size in sizes.items() if kind.cuts_experts),
-            capacity=plan.expert_capacity or 0.0,
+            experts=experts,
+            capacity=plan.expert_capacity or (float(experts) if plan.compile != "none" and experts > 1 else 0.0),
+            context_kind=plan.context_kind,
         )
 
 

@@ -47,6 +47,7 @@ _HOMES = (
 )
 _PER_ELEMENT = {"none": (4.0, 8.0), "int8": (1 + 4 / 256, 12.0), "int4": (0.5 + 4 / 256, 12.0)}  # sent, and kept
 
+MOST_ROWS = 10**9  # of a global batch; more is a slip
 _MOST_SIZES = 10  # of the batch
 
 # Keys of which fewer words are searched than a plan may have.
@@ -404,6 +405,10 @@ def memory_of(text: str) -> int:
 def batches_of(text: str) -> tuple[int, ...]:
     """The sizes of the batch that a text such as 512..2048 allows. Raises PlanError for another text."""
     low, dots, high = text.partition("..")
-    if not low.isdecimal() or (dots and not high.isdecimal()) or int(low) < 1 or (dots and int(high) < int(low)):
-        raise PlanError(f"--batch {text}: it is a number of rows of the global batch, or a range like 512..2048")
-    return batch_sizes(int(low), int(high) if dots else int(low))
+    ends = [int(end) if end.isdecimal() and len(end) < 20 else 0 for end in ((low, high) if dots else (low,))]
+    if not 1 <= ends[0] <= ends[-1] <= MOST_ROWS:
+        raise PlanError(
+            f"--batch {text[:40]}: it is a number of rows of the global batch, up to {MOST_ROWS}, or a range like"
+            " 512..2048"
+        )
+    return batch_sizes(ends[0], ends[-1])

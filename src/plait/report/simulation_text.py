@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,9 +34,10 @@ def describe_step(step: SimulatedStep) -> str:
     lines += ["", "time of the slowest rank"]
     lines += time_lines(times, step.seconds)
     if step.schedule is not None and step.trace is not None:
+        first = "" if step.num_simulated == step.plan.micro else f", of the first {step.num_simulated}"
         lines.append(
             f"  {step.schedule.name} on {step.schedule.num_ranks} ranks, {step.schedule.num_stages} stages,"
-            f" {step.schedule.num_micro} microbatches: utilisation {step.trace.utilisation():.1%}"
+            f" {step.plan.micro} microbatches{first}: utilisation {step.trace.utilisation():.1%}"
         )
     lines += ["", "memory of the fullest rank"]
     lines += [f"  {name:18} {human_bytes(value):>10}" for name, value in found.memory.items() if value]
@@ -58,8 +60,8 @@ def memory_line(peak: float, room: float) -> str:
 
 def check_step_page(path: Path | None) -> None:
     """Raise PlanError for a page that cannot be written: its folder is not there, or it is a folder itself."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        why = "it is a folder" if path.is_dir() else f"there is no folder {str(path.absolute().parent)!r}"
+    if path is not None and (os.path.isdir(path) or not os.path.isdir(path.absolute().parent)):
+        why = "it is a folder" if os.path.isdir(path) else f"there is no folder {str(path.absolute().parent)!r}"
         raise PlanError(f"cannot write --html {str(path)!r}: {why}; give a file in a folder that is there")
 
 

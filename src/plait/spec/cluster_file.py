@@ -31,6 +31,7 @@ from plait.spec.cluster import (
     HostSpec,
     LinkSpec,
 )
+from plait.spec.toml_text import parse_toml
 
 _DATASHEET = "the data sheet of the device"
 _MEASURE = "`plait cluster measure`, which writes it"
@@ -108,8 +109,8 @@ def find_cluster(name: str | Path) -> Cluster:
         return read_cluster(Path(text))
     base, count = text, 0
     known = shipped()
-    if base not in known and (parts := re.fullmatch(r"(.+)x(\d+)", text)):
-        base, count = parts[1], int(parts[2])
+    if base not in known and (parts := re.fullmatch(r"(.+)x([0-9]+)", text)):
+        base, count = parts[1], _count(parts[2], text)
     if base not in known:
         near = difflib.get_close_matches(base.lower(), known, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
@@ -121,6 +122,14 @@ def find_cluster(name: str | Path) -> Cluster:
     if count == 0 and base != text:
         raise ConfigError(f"cluster {text!r} has no devices; give 1 or more, like {base}x{found.num_devices}")
     return found.with_devices(count, text) if count else found
+
+
+def _count(digits: str, text: str) -> int:
+    """The count of devices in a name."""
+    most = int(NUMBERS["devices"].most)
+    if len(digits) > len(str(most)) or int(digits) > most:
+        raise ConfigError(f"cluster {text[:40]!r} has more than {most} devices; give as many at most")
+    return int(digits)
 
 
 def cluster_of_device(kind: str, device_name: str, num_devices: int) -> Cluster:
@@ -158,7 +167,7 @@ def read_cluster(path: Path) -> Cluster:
 def parse_cluster(text: str, place: str, name: str) -> Cluster:
     """The cluster that a text describes. `place` is what messages call the text, `name` the cluster's."""
     try:
-        raw = tomllib.loads(text)
+        raw = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{place} is not valid TOML: {error}") from None
     sources = raw.pop("sources", {})

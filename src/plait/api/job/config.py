@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from plait.errors import ConfigError
+from plait.spec.toml_text import parse_toml
 
 
 class Section(BaseModel):
@@ -104,7 +105,7 @@ def load_config(path: str | Path, changes: Sequence[str] = ()) -> Config:
     """Read a file and apply changes like `train.steps=10`. ConfigError names file, key, value and remedy."""
     path = Path(path)
     try:
-        raw = tomllib.loads(path.read_text())
+        raw = parse_toml(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {str(path)!r} (looked for {path.absolute()})") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -136,7 +137,7 @@ def _change(raw: dict[str, Any], change: str) -> str:
         if not isinstance(node, dict):
             raise ConfigError(f"--set {change!r}: {table} is a value, not a table")
     try:
-        node[key] = tomllib.loads(f"value = {text}")["value"]
+        node[key] = parse_toml(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         node[key] = text  # a bare word is a string
     return ".".join([*tables, key])

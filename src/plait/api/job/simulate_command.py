@@ -25,11 +25,15 @@ from plait.cost.transformer import TransformerShape
 from plait.cost.transformer_simulation import SimulatedStep, simulate_step
 from plait.errors import ConfigError
 from plait.plan.plan import Plan
+from plait.plan.plan_space import MOST_ROWS
 from plait.spec.cluster import Cluster
 from plait.spec.cluster_file import find_cluster
+from plait.spec.toml_text import parse_toml
 
 if TYPE_CHECKING:
     from plait.report.step_prediction import StepPrediction  # needs torch, and a [shape] does not
+
+_MOST_ACTIONS = 400_000  # of a schedule that is simulated, and drawn, whole
 
 
 def simulate_config(
@@ -43,7 +47,7 @@ def simulate_config(
     if not has_shape(path):
         return _simulate_job(load_config(path, changes), plan, where)
     shape, rows = read_shape(path, changes)
-    return simulate_step(shape, plan, rows, where)
+    return simulate_step(shape, plan, rows, where, most_actions=_MOST_ACTIONS)
 
 
 def read_shape(path: Path, changes: Sequence[str] = ()) -> tuple[TransformerShape, int]:
@@ -77,7 +81,7 @@ def _simulate_job(config: Config, plan: Plan, cluster: Cluster) -> StepPredictio
 def _shape_file(path: Path) -> dict[str, Any] | None:
     """The tables of a file with a [shape]; None for others, whose mistakes `load_config` names."""
     try:
-        raw = tomllib.loads(path.read_text())
+        raw = parse_toml(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return None
     return raw if "shape" in raw else None
@@ -110,6 +114,8 @@ def _rows(raw: dict[str, Any], path: Path) -> int:
     if "batch_size" not in keys:
         raise ConfigError(f"{path}: train.batch_size is missing; it is the sequences of a step, such as 64")
     rows = train["batch_size"]
-    if type(rows) is not int or rows < 1:
-        raise ConfigError(f"{path}: train.batch_size = {rows!r}; it should be the sequences of a step, 1 or more")
+    if type(rows) is not int or not 1 <= rows <= MOST_ROWS:
+        raise ConfigError(
+            f"{path}: train.batch_size = {repr(rows)[:40]}; it should be the sequences of a step, from 1 to {MOST_ROWS}"
+        )
     return rows

@@ -3,8 +3,9 @@
 Values within a layer may be dropped. The outputs of a layer are kept, so that at most one layer is recomputed at a time
 (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"). With a budget, an integer program chooses the
 values to keep: it minimises the time of recomputation within so many bytes (as in Checkmate, Jain et al. 2020, with
-each value recomputed at most once). What was gathered is gathered once more (Korthikanti et al. 2022), except within a
-budget; results of other collectives are kept. Dropout masks are the same the second time, because they depend on the
+each value recomputed at most once). What was gathered is gathered once more (Korthikanti et al. 2022), and what an
+all-to-all has brought, such as rows for experts, is sent once more, except within a budget; results of other
+collectives are kept. Dropout masks are the same the second time, because they depend on the
 key of the step only.
 """
 
@@ -27,6 +28,7 @@ from plait.schedule.recompute_solver import KeptValue, choose_kept
 from plait.spec.cluster import DeviceSpec
 
 Layer = tuple[str, int | None]  # name of the module, and stage of the pipeline
+_SENT_AGAIN = {CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL}  # if a layer is recomputed
 
 
 def recompute(graph: Graph, how: Recompute, device: DeviceSpec) -> Graph:
@@ -41,7 +43,7 @@ def recompute(graph: Graph, how: Recompute, device: DeviceSpec) -> Graph:
         return graph
     forward = [n for n in graph.nodes if n.op == "call_function" and is_forward(n)]
     if how.kind == "gathers":
-        dropped = _gathered(forward) - _read_in_another_stage(graph)
+        dropped = _received(forward, {CollectiveKind.ALL_GATHER}) - _read_in_another_stage(graph)
     else:
         layers = _layers(forward, how)
         kept_anyway = _layer_outputs(forward, layers) | _read_in_another_stage(graph)
@@ -49,7 +51,7 @@ def recompute(graph: Graph, how: Recompute, device: DeviceSpec) -> Graph:
         if how.kind == "budget":
             dropped -= _kept_within(forward, dropped, how, device)
         else:
-            dropped |= {n for n in _gathered(forward) if n in layers and n not in kept_anyway}
+            dropped |= {n for n in _received(forward, _SENT_AGAIN) if n in layers and n not in kept_anyway}
     _recompute_in_backward(graph, dropped)
     drop_dead_calls(graph)
     graph.lint()
@@ -85,14 +87,14 @@ def _widens(node: Node) -> bool:
     return base.op == "call_function" and narrow in HALF and wide.is_floating_point and wide.itemsize > narrow.itemsize
 
 
-def _gathered(forward: list[Node]) -> set[Node]:
-    """The values that are gathered along an axis, and views of these."""
+def _received(forward: list[Node], kinds: Collection[CollectiveKind]) -> set[Node]:
+    """The values that whole collectives of these kinds bring, and views of these."""
     found: set[Node] = set()
     for node in forward:
         row = op_spec_of(node)
         if row.view is None:
             does = row.communicates
-            if does is not None and does.part == "whole" and does.kind is CollectiveKind.ALL_GATHER:
+            if does is not None and does.part == "whole" and does.kind in kinds:
                 found.add(node)
         elif node.all_input_nodes[0] in found:
             found.add(node)
