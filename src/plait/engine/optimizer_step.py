@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from plait.backends.eager.offload.disk import DiskPlace, Transfer
 from plait.backends.eager.offload.store import Offload, hollow
 from plait.comm.device import page_memory, synchronize
+from plait.comm.hidden_group import without_process_group
 from plait.comm.protocol import World
 from plait.cost.memory_model import padded
 from plait.engine.optimizer_trials import tried
 from plait.engine.rank_optimizers import refuse_some_at_a_time
-from plait.optim.combined import each_parameter
+from plait.optim.combined import each_parameter, title_of
 from plait.plan.sharding_plan import DEVICE, ShardingPlan, is_large
 from plait.spec.layout import Shard
 
@@ -136,13 +137,16 @@ class OptimizerStep:
                 kept = offload.in_memory(f"{_GRADIENT}/{name}")
                 assert kept is not None
                 p.grad = kept if offload.factor == 1 else kept.mul_(offload.factor)
-        if skipped is not None:
-            with _told(self._optimizer, skipped):
+        with without_process_group(lambda _: title_of(self._optimizer)):
+            if skipped is not None:
+                with _told(self._optimizer, skipped):
+                    self._optimizer.step()
+            elif self._chunks:
+                self._step_chunks()
+            else:
                 self._optimizer.step()
-            return
-        if not self._chunks:
-            self._optimizer.step()
-            return
+
+    def _step_chunks(self) -> None:
         with self._set_aside() as (gradients, chunks):
             ahead = self._read(chunks[0]) if chunks else None
             for index in range(len(chunks)):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm.device import is_host
+from plait.comm.hidden_group import without_process_group
 from plait.engine.local_tensors import LaidOutParts
 from plait.optim.adafactor import Adafactor
 from plait.optim.combined import CombinedOptimizer, each_parameter, optimizers_within
@@ -175,7 +176,7 @@ def _trial(given: Any, members: Mapping[str, torch.optim.Optimizer]) -> tuple[li
             for key, t in zip(found, tensors, strict=True)
         }
         twin = _twin_of(given, members, toys)
-        with schedulers_restored([given, *members.values()]):
+        with schedulers_restored([given, *members.values()]), without_process_group(lambda _: type(given).__name__):
             for number in range(len(_SCALES)):
                 for index, (key, toy) in enumerate(toys.items()):
                     here = dim >= 0 or index % 2 == half
@@ -240,7 +241,7 @@ def tried(
     twin.param_groups = [{**group, **_options(group, tensors), "params": tensors}]
     if hasattr(twin, "bind"):
         twin.bind(WholeTensor())
-    with schedulers_restored([optimizer]):
+    with schedulers_restored([optimizer]), without_process_group(lambda _: type(optimizer).__name__):
         for some in gradients or [[torch.zeros_like(t) for t in tensors]]:
             for tensor, gradient in zip(tensors, some, strict=True):
                 tensor.grad = gradient.clone(memory_format=torch.contiguous_format)
