@@ -374,13 +374,21 @@ def _composite(func: Any) -> bool:
 
 
 @functools.cache
+@functools.cache
 def _functional_form(func: Any) -> Any:
     """aten.add.Tensor for aten.add_.Tensor; None if there is no functional form."""
     namespace, _, name = func._schema.name.partition("::")
     if namespace != "aten" or not name.endswith("_") or name.startswith("__"):
         return None
-    packet = getattr(aten, name[:-1], None)
-    return getattr(packet, func._overloadname, None)
+    packet, takes = getattr(aten, name[:-1], None), _types(func)
+    names = [] if packet is None else packet.overloads()
+    # Most have the same overload's name, but the counterpart of pow_.Scalar is pow.Tensor_Scalar.
+    found = (getattr(packet, one) for one in sorted(names, key=lambda one: one != func._overloadname))
+    return next((one for one in found if _types(one) == takes), None)
+
+
+def _types(func: Any) -> list[str]:
+    return [str(argument.type) for argument in func._schema.arguments]
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:
