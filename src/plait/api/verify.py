@@ -31,6 +31,7 @@ from plait.engine.compiler import Captures, Compiler
 from plait.engine.local_batch import step_key
 from plait.engine.loss_scale import FIRST_SCALE
 from plait.engine.model_copy import Twin, preserved
+from plait.engine.optimizer_draws import equal_draws
 from plait.engine.rank_optimizers import OptimizerFactory, make_optimizer
 from plait.engine.setup_checks import check_given, check_plan, check_step, place_of_threads
 from plait.engine.trace_folder import loads_of_ranks
@@ -306,7 +307,8 @@ class Verifier:
                 torch.nn.utils.clip_grad_norm_([p for p in named.values() if p.grad is not None], self.clip_norm)
             if rounding:
                 _round_as_within(optimizer, self.seed + step)
-            optimizer.step()
+            with equal_draws(optimizer, key):
+                optimizer.step()
         parameters = {n: p.detach() for n, p in named.items() if n not in changing}
         buffers = dict(twin.named_buffers()) | {n: named[n].detach() for n in changing}
         return RunResult(losses, gradients, parameters, buffers, scale, outputs[0])
