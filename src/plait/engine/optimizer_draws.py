@@ -23,11 +23,12 @@ _drawing = threading.RLock()  # ranks that are threads have one generator
 def equal_draws(optimizer: torch.optim.Optimizer, key: int) -> Iterator[None]:
     """Context for a step of the optimizer, in which torch, numpy and Python draw what `key` determines.
 
-    Their states are as before afterwards. Optimizers of torch draw nothing; those that communicate between ranks, with
-    a method bind(parts), are left alone.
+    Their states are as before afterwards. Optimizers of torch draw nothing. Those that communicate between ranks, with
+    a method bind(parts), are left alone: they cannot step one rank after the other.
     """
     members = optimizers_within(optimizer).values()
-    if all(type(each).__module__.startswith("torch.optim.") or hasattr(each, "bind") for each in members):
+    of_torch = all(type(each).__module__.startswith("torch.optim.") for each in members)
+    if of_torch or any(hasattr(each, "bind") for each in members):
         yield
         return
     devices = {p.device for each in members for group in each.param_groups for p in group["params"]}
