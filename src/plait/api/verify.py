@@ -222,12 +222,20 @@ class Verifier:
         run = self._as_it_was(program)
         try:
             reference = run(plan)
-        except RuntimeError as error:
-            if isinstance(error, PlaitError) or not in_half(plan):
+        except PlaitError:
+            raise
+        except Exception as error:
+            if in_half(plan) and isinstance(error, RuntimeError):
+                name = next(n for n in (plan.precision, *dict(plan.exceptions).values()) if n != "fp32")
+                what, why = f"precision={name}", f"on one device the model does not run in it ({error})"
+                raise PlanError(Refusal(what, why, "keep the module in fp32, with precision.NAME=fp32")) from error
+            if plan.micro == 1 and not plan.relaxed_axis:
                 raise
-            name = next(n for n in (plan.precision, *dict(plan.exceptions).values()) if n != "fp32")
-            what, why = f"precision={name}", f"on one device the model does not run in it ({error})"
-            raise PlanError(Refusal(what, why, "keep the module in fp32, with precision.NAME=fp32")) from error
+            why = f"it runs the model on fewer rows at a time, which fails ({type(error).__name__}: {error})"
+            instead = (
+                "take the number of rows from the batch, not from outside, or use a plan with neither micro nor sync"
+            )
+            raise PlanError(Refusal(f"the plan {plan.title!r}", why, instead)) from error
         return Reference(_comparable(reference), functools.partial(self._repetitions, run, plan, bits))
 
     def _repetitions(self, run: Callable[..., RunResult], plan: Plan, bits: Mapping[str, float]) -> list[RunResult]:
