@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from zoo import ZOO
 
+import plait
 from plait.compile.capture.batch import batch_leaves, batch_numbers, batch_signature
 from plait.compile.capture.capture import Captured, capture
 from plait.compile.capture.loss_values import Weighted
@@ -366,3 +367,26 @@ def test_sparse_gradients_are_refused(kind: type[nn.Module]) -> None:
     model = nn.Sequential(kind(10, 8, sparse=True), nn.Linear(8, 1))
     with pytest.raises(PlanError, match=r"gradient of 0.weight is sparse.*without sparse=True"):
         capture(model, lambda m, b: m(b).mean(), torch.randint(0, 10, (4, 3)))
+
+
+class Square(torch.autograd.Function):
+    """Its backward pass writes in place, by ops whose counterparts have overloads of other names."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.pow(2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * (2 * x).pow_(3).float_power_(2).pow_(1 / 6).mul_(x.sign())
+
+
+def test_powers_in_place():
+    class Model(nn.Linear):
+        def forward(self, x):
+            return Square.apply(super().forward(x))
+
+    report = plait.verify(Model(4, 4).double(), lambda m, b: m(b).mean(), torch.randn(4, 4).double(), "data=2")
+    assert report.ok, report

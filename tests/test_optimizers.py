@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -301,6 +302,95 @@ class OnlyLarge(torch.optim.SGD):
             if any(p.shape[0] < 5 for p in group["params"]):
                 raise ValueError("too small for me")
         return super().step(closure)
+
+
+class Sole(torch.optim.SGD):
+    """SGD with a step of each parameter's gradient that `of` makes, from what it has kept."""
+
+    def of(self, group: Any, kept: Any, gradient: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.copy_(self.of(group, self.state[p], p.grad))
+        return super().step(closure)
+
+
+class Stable(Sole):
+    """AdamW's steps, shorter where their mean square is above 1 (Wortsman et al. 2023): at first it is 1 everywhere."""
+
+    def of(self, group: Any, kept: Any, gradient: Tensor) -> Tensor:
+        kept["square"] = 0.99 * kept.get("square", gradient.square()) + 0.01 * gradient.square()
+        ratio = gradient / (kept["square"].sqrt() + 1e-12)
+        return ratio / ratio.square().mean().sqrt().clamp(min=1.0)
+
+
+class Smallest(Sole):
+    """Keeps the largest squares of each row and column (Anil et al. 2019): nothing of them shows at first."""
+
+    def of(self, group: Any, kept: Any, gradient: Tensor) -> Tensor:
+        square = gradient.square()
+        if "of" in kept:
+            dims = range(gradient.ndim)
+            largest = [kept["of"].amax([d for d in dims if d != dim], keepdim=True) for dim in dims]
+            square += functools.reduce(torch.minimum, largest)
+        kept["of"] = square
+        return gradient / (kept["of"].sqrt() + 1e-12)
+
+
+class Estimating(Sole):
+    """Estimates the distance to go from all elements, by which it moves once that is large (Mishchenko 2023)."""
+
+    def of(self, group: Any, kept: Any, gradient: Tensor) -> Tensor:
+        group["distance"] = group.get("distance", 0.0) + 1e-9 * float(gradient.abs().mean())
+        return gradient * max(1e-6, group["distance"])
+
+
+class Mostly(Sole):
+    """A millionth of the step is that of the norm: another number all the same."""
+
+    def of(self, group: Any, kept: Any, gradient: Tensor) -> Tensor:
+        return gradient + 1e-4 * gradient.norm() * gradient.sign()
+
+
+class Lerped(Sole):
+    """Elementwise, in float32 whatever its parameters are in."""
+
+    def of(self, group: Any, kept: Any, gradient: Tensor) -> Tensor:
+        kept["mean"] = kept.get("mean", torch.zeros_like(gradient, dtype=torch.float32)).lerp(gradient, 0.1)
+        return kept["mean"]
+
+
+class Noisy(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.grad.add_(torch.randn_like(p), alpha=random.random())
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [Stable, Smallest, Estimating, Mostly, Noisy])
+def test_what_shows_only_in_later_steps_or_little_is_found_by_trying(kind: Any) -> None:
+    factory = functools.partial(kind, lr=1e-3)
+    with pytest.raises(RankFailed, match=f"{kind.__name__} updates an element by what others of its tensor"):
+        under("data=2 zero=1", net().float(), factory, loss_fn, batch(torch.float32), steps=1)
+    if kind in (Estimating, Noisy):
+        with pytest.raises(RankFailed, match=f"{kind.__name__} updates a tensor by what others are"):
+            under("pipeline=2 micro=2", net().float(), factory, loss_fn, batch(torch.float32), steps=1)
+
+
+def test_an_optimizer_that_takes_no_float64_is_tried_in_float32() -> None:
+    under("data=2 zero=1", net().float(), functools.partial(Lerped, lr=0.1), loss_fn, batch(torch.float32), steps=1)
+
+
+@pytest.mark.parametrize("plan", ["data=2", "data=2 sync=2", "data=2 micro=2"])
+def test_ranks_draw_the_same_in_the_optimizer(plan: str) -> None:
+    found = plait.verify(net(), loss_fn, batch(), plan, optimizer=functools.partial(Noisy, lr=0.1))
+    assert found.ok, found
+    state = torch.get_rng_state()
+    under("data=2", net(), functools.partial(Noisy, lr=0.1), loss_fn, batch(), steps=1)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(

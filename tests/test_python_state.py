@@ -460,6 +460,19 @@ def test_a_module_that_asks_for_random_bytes_as_it_is_imported_draws_nothing(tmp
     assert plait.verify(net(), loss_fn, batch(), "data=2").ok
 
 
+def test_what_a_step_imports_stays_imported(tmp_path, monkeypatch):
+    (tmp_path / "imported_late.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def loss_fn(m, b):
+        import imported_late  # noqa: F401
+
+        return m(b["x"]).square().mean() * (1.0 if "imported_late" in sys.modules else 2.0)
+
+    assert plait.verify(net(), loss_fn, batch(), "data=2").ok
+    assert "imported_late" in sys.modules
+
+
 @pytest.mark.parametrize("how", ["a module, run before", "with fullgraph", "in place", "the loss"])
 def test_what_torch_compile_has_made_is_captured_as_it_was_written(how):
     def make():

@@ -365,6 +365,14 @@ def test_a_loss_that_is_nan_on_one_device_cannot_be_compared() -> None:
         plait.verify(gpt(), lambda m, b: loss_fn(m, b) * float("nan"), gpt_batch(), "data=2")
 
 
+@pytest.mark.parametrize("plan", ["micro=2", "pipeline=2 micro=4", "data=2 sync=2"])
+def test_a_model_made_for_the_whole_batch_is_refused_where_it_runs_on_fewer_rows(plan: str) -> None:
+    last = torch.tensor([7, 7])
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(PlanError, match="fewer rows at a time, which fails .IndexError.*leave micro and sync out"):
+        plait.verify(layers, lambda m, b: m(b)[last].square().mean(), torch.randn(8, 4), plan)
+
+
 def test_a_loss_that_is_not_a_scalar() -> None:
     with pytest.raises(LossError, match="scalar"):
         plait.verify(gpt(), lambda m, b: m(b["x"]), gpt_batch(), "data=2")

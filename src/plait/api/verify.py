@@ -31,10 +31,11 @@ from plait.engine.compiler import Captures, Compiler
 from plait.engine.local_batch import step_key
 from plait.engine.loss_scale import FIRST_SCALE
 from plait.engine.model_copy import Twin, preserved
+from plait.engine.optimizer_draws import equal_draws
 from plait.engine.rank_optimizers import OptimizerFactory, make_optimizer
 from plait.engine.setup_checks import check_given, check_plan, check_step, place_of_threads
 from plait.engine.trace_folder import loads_of_ranks
-from plait.errors import CaptureError, LossError, PlaitError, PlanError, Refusal
+from plait.errors import CaptureError, LossError, PlaitError, PlanError
 from plait.integrations.ray_servers.served_check import ServedCheck
 from plait.optim.combined import CombinedOptimizer
 from plait.plan.annotation import Annotations
@@ -46,6 +47,7 @@ from plait.reference.differences import (
     RunResult,
     in_half,
     last_bits,
+    refusal_of_failed_run,
 )
 from plait.reference.local_sgd import SerialReplicas
 from plait.reference.one_device import one_device_step, stale_step
@@ -221,12 +223,12 @@ class Verifier:
         run = self._as_it_was(program)
         try:
             reference = run(plan)
-        except RuntimeError as error:
-            if isinstance(error, PlaitError) or not in_half(plan):
+        except PlaitError:
+            raise
+        except Exception as error:
+            if (refusal := refusal_of_failed_run(plan, error)) is None:
                 raise
-            name = next(n for n in (plan.precision, *dict(plan.exceptions).values()) if n != "fp32")
-            what, why = f"precision={name}", f"on one device the model does not run in it ({error})"
-            raise PlanError(Refusal(what, why, "keep the module in fp32, with precision.NAME=fp32")) from error
+            raise refusal from error
         return Reference(_comparable(reference), functools.partial(self._repetitions, run, plan, bits))
 
     def _repetitions(self, run: Callable[..., RunResult], plan: Plan, bits: Mapping[str, float]) -> list[RunResult]:
@@ -306,7 +308,8 @@ class Verifier:
                 torch.nn.utils.clip_grad_norm_([p for p in named.values() if p.grad is not None], self.clip_norm)
             if rounding:
                 _round_as_within(optimizer, self.seed + step)
-            optimizer.step()
+            with equal_draws(optimizer, key):
+                optimizer.step()
         parameters = {n: p.detach() for n, p in named.items() if n not in changing}
         buffers = self._buffers_of(twin) | {n: named[n].detach() for n in changing}
         return RunResult(losses, gradients, parameters, buffers, scale, outputs[0])

@@ -7,6 +7,7 @@ not to affect the graph are ignored from then on.
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections import Counter, OrderedDict
@@ -18,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm.device import device_name
+from plait.comm.hidden_group import without_process_group
 from plait.compile.capture.batch import batch_form, batch_leaves, batch_numbers
 from plait.compile.capture.capture import Captured, LossFn, capture, one_at_a_time
+from plait.compile.capture.capture_errors import users_line
 from plait.compile.capture.compare_steps import same_step
 from plait.compile.capture.precision import FULL, Precision
 from plait.compile.capture.reachable import Reached
@@ -122,19 +125,20 @@ class Captures:
         fixed = frozenset().union(*(one.fixed for (known, *_), one in self._found.items() if known == kind))
 
         def again(reached: Reached | None = None) -> Captured:
-            return capture(
-                self.model,
-                self.loss_fn,
-                batch,
-                train=train,
-                differentiate=train,
-                device=self.device,
-                precision=precision,
-                normalised=normalised,
-                changing=self.changing,
-                reached=reached or self.watch.walk(),
-                fixed=fixed,
-            )
+            with without_process_group(functools.partial(users_line, self.model, self.loss_fn)):
+                return capture(
+                    self.model,
+                    self.loss_fn,
+                    batch,
+                    train=train,
+                    differentiate=train,
+                    device=self.device,
+                    precision=precision,
+                    normalised=normalised,
+                    changing=self.changing,
+                    reached=reached or self.watch.walk(),
+                    fixed=fixed,
+                )
 
         found = again(self.watch.reached)
         changes = settled(found, self.watch, again)

@@ -14,9 +14,10 @@ Dropout masks are each rank's own: as random as those of one device, but not the
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -27,10 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from plait.backends.backend import StepResult, Update
 from plait.comm.device import random_devices
+from plait.comm.hidden_group import without_process_group
 from plait.comm.process_world import device_mesh, has_process_group
 from plait.comm.protocol import World
 from plait.compile.capture.batch import map_batch, take_rows
 from plait.compile.capture.capture import LossFn
+from plait.compile.capture.capture_errors import users_line
 from plait.compile.capture.loss_values import Outputs, copied, join_outputs, read_loss
 from plait.compile.compiled import Compiled
 from plait.compile.ir.dtypes import torch_name
@@ -76,7 +79,7 @@ def _nearest(plan: Plan, world: World, model: nn.Module, loss_fn: LossFn, batch:
         )
     rows, num = (batch.tree, batch.local_size) if isinstance(batch, LocalBatch) else (batch, num_rows(batch))
     apart = 0.0
-    with suppress(LossError):  # the loss is invalid, which is reported when it runs
+    with suppress(LossError, PlanError):  # the loss is invalid, which is reported when it runs
         compared = EagerExecutor(model, loss_fn, Plan(), world).compare_halves(rows, num)
         apart = compared.apart
         if compared.changed:
@@ -138,7 +141,7 @@ class EagerExecutor:
         self._checks = self._num > 1 and LOCAL_LOSS not in allow
         if self._checks:
             _refuse_batch_norm(model, plan)
-        self._loss = _Loss(model, loss_fn)
+        self._loss = _Loss(model, loss_fn, alone=LOCAL_LOSS not in allow)
         self._forward: nn.Module = self._loss
         if self._num > 1 and has_process_group(world):
             group = device_mesh(world).get_group(self._axis)
@@ -210,7 +213,7 @@ class EagerExecutor:
             with torch.no_grad():
                 try:
                     return self._compare_halves(rows, num)
-                except LossError:
+                except (LossError, PlanError):
                     raise
                 except Exception:  # the model cannot run on half of its rows, or in evaluation mode
                     pass
@@ -365,12 +368,16 @@ def _refuse_batch_norm(model: nn.Module, plan: Plan) -> None:
 
 
 class _Loss(nn.Module):
-    """Model and loss as one module, so that DDP sees the backward pass of both. A mean is weighted by its rows."""
+    """Model and loss as one module, so that DDP sees the backward pass of both. A mean is weighted by its rows.
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn) -> None:
+    With `alone` they find no process group in torch.distributed, as in a step that is captured.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn, alone: bool) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        self.alone = alone
         self.num_rows = 1  # rows of the next call
         self.weight = torch.ones(())  # weight of the last loss
         self.dtype = torch.float32  # dtype of the last loss
@@ -378,7 +385,9 @@ class _Loss(nn.Module):
 
     def forward(self, rows: Any) -> Tensor:
         """The sum of the loss over these rows."""
-        found = read_loss(self.loss_fn(self.model, rows), self.num_rows)
+        named = functools.partial(users_line, self.model, self.loss_fn)
+        with without_process_group(named) if self.alone else nullcontext():
+            found = read_loss(self.loss_fn(self.model, rows), self.num_rows)
         self.outputs, self.dtype = found.outputs, found.total.dtype
         if found.weight is not None:
             self.weight = found.weight.detach()

@@ -232,7 +232,7 @@ def _make_state(
         if name in trained:
             parameter.grad = torch.empty_like(parameter, requires_grad=False)
     try:
-        update.step()
+        update.step(0)
     except Exception as error:
         raise PlanError(
             f"the memory of {title_of(optimizer)} cannot be predicted: its step failed on tensors without values"

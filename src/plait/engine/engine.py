@@ -306,7 +306,7 @@ class Engine:
     def update(self) -> None:
         """A step of the optimizer with the gradients that are in the parameters, and no more: `optimizer_step` without
         clipping and what follows a step."""
-        self.state.update.step()
+        self.state.update.step(step_key(self.state.seed, self.state.step_number))
         self.zero_grad()
         self.executor.updated()
 
@@ -381,7 +381,7 @@ class Engine:
             what = f"the update of step {state.step_number + 1}"
             with self.span("optimizer", "STEP"), explained(state, what, lambda: self._rows):
                 norm = clip(executor, self.clip_norm) if self.clip_norm is not None else None
-                state.update.step(skipped)
+                state.update.step(step_key(state.seed, state.step_number), skipped)
         return updated, norm, skipped
 
     def _read_updated(self, executor: StepExecutor) -> None:

@@ -22,11 +22,13 @@ from torch import Tensor, nn
 from plait.backends.eager.offload.disk import DiskPlace, Transfer
 from plait.backends.eager.offload.store import Offload, hollow
 from plait.comm.device import page_memory, synchronize
+from plait.comm.hidden_group import without_process_group
 from plait.comm.protocol import World
 from plait.cost.memory_model import padded
+from plait.engine.optimizer_draws import equal_draws
 from plait.engine.optimizer_trials import tried
 from plait.engine.rank_optimizers import refuse_some_at_a_time
-from plait.optim.combined import each_parameter
+from plait.optim.combined import each_parameter, title_of
 from plait.plan.sharding_plan import DEVICE, ShardingPlan, is_large
 from plait.spec.layout import Shard
 
@@ -122,8 +124,10 @@ class OptimizerStep:
         away = bool(self._chunks) or self._shared_by is not None or self._sharding.updates_on_host
         return not away and bool(getattr(self._optimizer, "_step_supports_amp_scaling", False))
 
-    def step(self, skipped: Tensor | None = None) -> None:
+    def step(self, key: int, skipped: Tensor | None = None) -> None:
         """Step the optimizer once on the current gradients, in the parameters or offloaded.
+
+        `key` determines what it draws.
 
         With `skipped`, a 0-d float32 tensor, nothing changes where it is 1, which the host need not know. It is for an
         optimizer that `can_skip`.
@@ -136,13 +140,17 @@ class OptimizerStep:
                 kept = offload.in_memory(f"{_GRADIENT}/{name}")
                 assert kept is not None
                 p.grad = kept if offload.factor == 1 else kept.mul_(offload.factor)
-        if skipped is not None:
-            with _told(self._optimizer, skipped):
+        optimizer = self._optimizer
+        with without_process_group(lambda _: title_of(optimizer)), equal_draws(optimizer, key):
+            if skipped is not None:
+                with _told(self._optimizer, skipped):
+                    self._optimizer.step()
+            elif self._chunks:
+                self._step_chunks()
+            else:
                 self._optimizer.step()
-            return
-        if not self._chunks:
-            self._optimizer.step()
-            return
+
+    def _step_chunks(self) -> None:
         with self._set_aside() as (gradients, chunks):
             ahead = self._read(chunks[0]) if chunks else None
             for index in range(len(chunks)):

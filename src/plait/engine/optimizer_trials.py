@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import threading
 import warnings
 from collections import defaultdict
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm.device import is_host
+from plait.comm.hidden_group import without_process_group
 from plait.engine.local_tensors import LaidOutParts
 from plait.optim.adafactor import Adafactor
 from plait.optim.combined import CombinedOptimizer, each_parameter, optimizers_within
@@ -31,7 +33,8 @@ _Constructed = dict[str, Callable[[Tensor], Any]]
 
 _filtering = threading.RLock()  # warning filters are global to the process
 _TRIED = (4, 6, 2, 2, 2, 2)  # shape of the tensors that an optimizer is tried on, up to the number of dims
-_SCALES = (1.0, 100.0, 0.01)  # scales of their gradients, at one of which a limit on updates takes effect
+# Scales of their gradients, step by step: at some of them a limit on updates takes effect, or what earlier steps left.
+_SCALES = (1.0, 1.0, 100.0, 1.0, 0.01, 1.0, 1.0, 1.0)
 _APART = "updates an element by what others of its tensor, or other tensors, are"
 
 # By optimizer: the meta tensors, by name, that it was given for the parameters of other ranks.
@@ -131,14 +134,19 @@ def _like(tried: tuple[int, ...], layout: Layout) -> Layout | None:
 
 def depends_on_the_cut(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], ndim: int) -> str:
     """Why the optimizer may update a tensor differently from its halves; empty if a trial shows that it does not."""
-    start, gradients = _samples(group["params"][0], ndim)
 
-    def moved(tensors: Sequence[Tensor], dim: int, half: int) -> list[Tensor]:
-        mine = [_half(t, dim, half).clone() for t in tensors]
-        tried(optimizer, group, mine, [[_half(g, dim, half) for _ in mine] for g in gradients])
-        return mine
+    def trial(dtype: torch.dtype) -> _Trial:
+        start, gradients = _samples(group["params"][0], ndim, dtype)
 
-    return _compared([start], moved)
+        def moved(tensors: Sequence[Tensor], dim: int, half: int) -> _Result:
+            mine = [_half(t, dim, half).clone() for t in tensors]
+            paths = _Paths(mine)
+            twin = _stepped(optimizer, group, mine, paths.along([_half(g, dim, half) for _ in mine] for g in gradients))
+            return paths.found(), _numbers(twin)
+
+        return [start], moved
+
+    return _compared(trial, _cut)
 
 
 def wrapper_depends_on_the_cut(wrapper: Any, members: Mapping[str, torch.optim.Optimizer]) -> str:
@@ -147,22 +155,13 @@ def wrapper_depends_on_the_cut(wrapper: Any, members: Mapping[str, torch.optim.O
 
     During the trial, members that work on parts correctly (with `bind`, or in EXACT) have a simple step instead.
     """
-    return _compared(*_trial(wrapper, members))
+    return _compared(lambda dtype: _trial(wrapper, members, dtype), _cut)
 
 
 def depends_on_others(given: Any, members: Mapping[str, torch.optim.Optimizer]) -> str:
     """Why an optimizer may update some tensors differently if others are on other ranks, as in a pipeline; empty if
     not."""
-    starts, moved = _trial(given, members)
-    try:
-        wholes = moved(starts, 0, -1)
-        some = [moved(starts, -1, half) for half in (0, 1)]
-        for index, (start, whole) in enumerate(zip(starts, wholes, strict=True)):
-            if not (some[index % 2][index] - whole).abs().max() <= 1e-2 * (whole - start).abs().max():
-                return "updates a tensor by what others are"
-    except Exception as error:
-        return f"cannot be tried on a small tensor ({type(error).__name__}: {error})"
-    return ""
+    return _compared(lambda dtype: _trial(given, members, dtype), _scattered)
 
 
 def small_shape(ndim: int) -> tuple[int, ...]:
@@ -170,81 +169,166 @@ def small_shape(ndim: int) -> tuple[int, ...]:
     return _TRIED[:ndim]
 
 
-_Moved = Callable[[Sequence[Tensor], int, int], list[Tensor]]
+_Result = tuple[list[Tensor], dict[str, float]]  # the paths of tensors, and the numbers that the optimizer then has
+_Moved = Callable[[Sequence[Tensor], int, int], _Result]
+_Trial = tuple[list[Tensor], _Moved]
 
 
-def _trial(given: Any, members: Mapping[str, torch.optim.Optimizer]) -> tuple[list[Tensor], _Moved]:
+class _Paths:
+    """Where tensors are before and after each step."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._paths: list[list[Tensor]] = []
+
+    def note(self) -> None:
+        self._paths.append([t.detach().clone() for t in self._tensors])
+
+    def along(self, gradients: Iterable[list[Tensor]]) -> Iterator[list[Tensor]]:
+        """The gradients of one step after the other."""
+        for some in gradients:
+            self.note()
+            yield some
+
+    def found(self) -> list[Tensor]:
+        """The path of each tensor, along a new first dim."""
+        self.note()
+        return [torch.stack(each) for each in zip(*self._paths, strict=True)]
+
+
+def _trial(given: Any, members: Mapping[str, torch.optim.Optimizer], dtype: torch.dtype) -> _Trial:
     """Small tensors in place of all parameters, and a function that steps them.
 
     The function takes (tensors, dim, half) and steps one half of each along dim. With dim -1 it steps every second
-    tensor only, starting with the first (half 0) or the second (half 1).
+    tensor only, starting with the first (half 0) or the second (half 1), and the others are on the meta device.
     """
     found = {id(p): p for member in members.values() for group in member.param_groups for p in group["params"]}
-    samples = {key: _samples(p, p.ndim, index) for index, (key, p) in enumerate(found.items())}
+    samples = {key: _samples(p, p.ndim, dtype, index) for index, (key, p) in enumerate(found.items())}
 
-    def moved(tensors: Sequence[Tensor], dim: int, half: int) -> list[Tensor]:
+    def moved(tensors: Sequence[Tensor], dim: int, half: int) -> _Result:
+        here = [dim >= 0 or index % 2 == half for index in range(len(found))]
         toys = {
-            key: nn.Parameter(_half(t, dim, half).clone(), requires_grad=found[key].requires_grad)
-            for key, t in zip(found, tensors, strict=True)
+            key: nn.Parameter(
+                _half(t, dim, half).clone() if mine else t.to("meta"), requires_grad=found[key].requires_grad
+            )
+            for key, t, mine in zip(found, tensors, here, strict=True)
         }
         twin = _twin_of(given, members, toys)
-        with schedulers_restored([given, *members.values()]):
+        paths = _Paths(list(toys.values()))
+        with schedulers_restored([given, *members.values()]), without_process_group(lambda _: type(given).__name__):
             for number in range(len(_SCALES)):
-                for index, (key, toy) in enumerate(toys.items()):
-                    here = dim >= 0 or index % 2 == half
-                    toy.grad = (
-                        _half(samples[key][1][number], dim, half).clone(memory_format=torch.contiguous_format)
-                        if here
-                        else None
-                    )
+                for (key, toy), mine in zip(toys.items(), here, strict=True):
+                    gradient = _half(samples[key][1][number], dim, half)
+                    toy.grad = gradient.clone(memory_format=torch.contiguous_format) if mine else None
+                paths.note()
                 twin.step()
-        return [toy.detach() for toy in toys.values()]
+        return paths.found(), _numbers(*optimizers_within(twin).values())
 
     return [start for start, _ in samples.values()], moved
 
 
-def _compared(starts: list[Tensor], moved: _Moved) -> str:
-    """Why stepping the tensors and stepping their halves differ; empty if they do not. Half -1 stands for the whole."""
+def _compared(trial: Callable[[torch.dtype], _Trial], differ: Callable[[_Trial, float], str]) -> str:
+    """Why steps differ in the trial; empty if they do not.
+
+    It is in float64, where rounding is no excuse, or else, for an optimizer that cannot step it, in float32.
+    """
     try:
-        wholes = moved(starts, 0, -1)
-        for dim in range(max((start.ndim for start in starts), default=0)):
-            halves = [moved(starts, dim, half) for half in (0, 1)]
-            for start, whole, *parts in zip(starts, wholes, *halves, strict=True):
-                joined = torch.cat(parts, dim) if dim < start.ndim else parts[0]
-                if not (joined - whole).abs().max() <= 1e-2 * (whole - start).abs().max():
-                    return _APART
+        return differ(trial(torch.float64), 1e-5)
+    except Exception:
+        pass
+    try:
+        return differ(trial(torch.float32), 1e-2)
     except Exception as error:
         return f"cannot be tried on a small tensor ({type(error).__name__}: {error})"
+
+
+def _cut(trial: _Trial, tolerance: float) -> str:
+    """Why stepping the tensors and stepping their halves differ. Half -1 stands for the whole."""
+    starts, moved = trial
+    wholes, numbers = moved(starts, 0, -1)
+    for dim in range(max((start.ndim for start in starts), default=0)):
+        halves = [moved(starts, dim, half) for half in (0, 1)]
+        if any(_others(found, numbers, tolerance) for _, found in halves):
+            return _APART
+        for start, whole, *parts in zip(starts, wholes, *(found for found, _ in halves), strict=True):
+            if _apart(torch.cat(parts, dim + 1) if dim < start.ndim else parts[0], whole, tolerance):
+                return _APART
     return ""
+
+
+def _scattered(trial: _Trial, tolerance: float) -> str:
+    """Why stepping all tensors and stepping every second one differ."""
+    starts, moved = trial
+    wholes, numbers = moved(starts, 0, -1)
+    some = [moved(starts, -1, half) for half in (0, 1)]
+    if any(_others(found, numbers, tolerance) for _, found in some) or any(
+        _apart(some[index % 2][0][index], whole, tolerance) for index, whole in enumerate(wholes)
+    ):
+        return "updates a tensor by what others are"
+    return ""
+
+
+def _numbers(*optimizers: torch.optim.Optimizer) -> dict[str, float]:
+    """The numbers in the groups of optimizers, such as an estimate of the learning rate."""
+    found: dict[str, float] = {}
+    for place, one in enumerate(optimizers):
+        for number, group in enumerate(one.param_groups):
+            for key, value in group.items():
+                if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+                    found[f"{place}/{number}/{key}"] = float(value)
+    return found
+
+
+def _others(found: Mapping[str, float], whole: Mapping[str, float], tolerance: float) -> bool:
+    """Whether numbers are others than those of the whole."""
+    return found.keys() != whole.keys() or any(
+        not math.isclose(value, whole[key], rel_tol=tolerance) for key, value in found.items()
+    )
+
+
+def _apart(path: Tensor, whole: Tensor, tolerance: float) -> bool:
+    """Whether two paths differ after any step, by more than this part of the step."""
+    steps = whole.diff(dim=0).abs().flatten(1).amax(1)
+    apart = (path - whole)[1:].abs().flatten(1).amax(1)
+    return not bool((apart <= tolerance * steps.clamp(min=1e-3 * float(steps.max()))).all())
 
 
 def _half(tensor: Tensor, dim: int, half: int) -> Tensor:
     return tensor if half < 0 or not 0 <= dim < tensor.ndim else tensor.chunk(2, dim)[half]
 
 
-def _samples(like: Tensor, ndim: int, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
-    """A small tensor and gradients for it, on the device of `like`. Half precision becomes float32, because kernels
-    round the last bit of an update differently at the ends of a tensor."""
+def _samples(like: Tensor, ndim: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
+    """A small tensor and gradients for it, on the device of `like`.
+
+    Gradients have a direction in common, by which some optimizers find a learning rate, and their elements differ by
+    orders of magnitude, so that a mean or a maximum of some is not that of others.
+    """
     generator = torch.Generator().manual_seed(seed)
     device = torch.device("cpu") if like.is_meta else like.device
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    start, *gradients = (
-        torch.randn(_TRIED[:ndim], generator=generator).to(device, dtype) for _ in range(1 + len(_SCALES))
-    )
-    return start, [g * scale for g, scale in zip(gradients, _SCALES, strict=True)]
+
+    def drawn() -> Tensor:
+        return torch.randn(_TRIED[:ndim], generator=generator, dtype=torch.float64)
+
+    start, common = drawn(), drawn()
+    gradients = [scale * (common + drawn()) * 10 ** drawn() for scale in _SCALES]
+    return start.to(device, dtype), [gradient.to(device, dtype) for gradient in gradients]
 
 
-def tried(
-    optimizer: torch.optim.Optimizer,
-    group: Mapping[str, Any],
-    tensors: list[Tensor],
-    gradients: list[list[Tensor]] | None = None,
-) -> Mapping[Tensor, Any]:
-    """Step a copy of the optimizer on our own tensors, once per gradient, with the options of the group; returns its
-    state.
+def tried(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensors: list[Tensor]) -> Mapping[Tensor, Any]:
+    """The state of a copy of the optimizer after a step on our own tensors, with the options of the group.
 
     For several optimizers this is the first that has the group; a wrapper's own state is not included.
     """
+    return _stepped(optimizer, group, tensors, [[torch.zeros_like(t) for t in tensors]]).state
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    tensors: list[Tensor],
+    gradients: Iterable[list[Tensor]],
+) -> torch.optim.Optimizer:
+    """A copy of the optimizer, with this group alone, after a step for each of the gradients."""
     if isinstance(optimizer, CombinedOptimizer):
         optimizer = optimizer.member_of(group)
     twin = object.__new__(type(optimizer))
@@ -255,12 +339,12 @@ def tried(
     _construct_state(optimizer, twin, number, tensors)
     if hasattr(twin, "bind"):
         twin.bind(WholeTensor())
-    with schedulers_restored([optimizer]):
-        for some in gradients or [[torch.zeros_like(t) for t in tensors]]:
+    with schedulers_restored([optimizer]), without_process_group(lambda _: type(optimizer).__name__):
+        for some in gradients:
             for tensor, gradient in zip(tensors, some, strict=True):
                 tensor.grad = gradient.clone(memory_format=torch.contiguous_format)
             twin.step()
-    return twin.state
+    return twin
 
 
 def _constructed_state(parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> _Constructed:
@@ -324,15 +408,16 @@ def without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _options(group: Mapping[str, Any], tensors: Iterable[Tensor]) -> dict[str, Any]:
-    """Options for a trial on these tensors: a nonzero learning rate, as that of the group may be 0 at the moment, and
-    on the host none that torch's optimizers have for accelerators alone."""
+    """Options for a trial on these tensors: a learning rate that moves them, as that of the group may be 0 at the
+    moment, and on the host none that torch's optimizers have for accelerators alone."""
     found: dict[str, Any] = {}
     rate = group.get("lr")
     on_host = bool(group.get("capturable")) and not group.get("fused") and all(is_host(t.device) for t in tensors)
     if on_host:
         found["capturable"] = False
     if rate is not None:
-        found["lr"] = torch.full_like(rate, 0.01) if torch.is_tensor(rate) and not on_host else 0.01
+        most = max(0.01, float(rate), float(group.get("initial_lr", 0.0)))
+        found["lr"] = torch.full_like(rate, most) if torch.is_tensor(rate) and not on_host else most
     return found
 
 

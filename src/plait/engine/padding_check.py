@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from plait.comm.hidden_group import without_process_group
 from plait.compile.capture.batch import count_rows, map_batch
 from plait.compile.capture.capture import LossFn
+from plait.compile.capture.capture_errors import users_line
 from plait.compile.capture.loss_values import ROWS, Outputs, read_loss
 from plait.compile.ops.base import NO_OP_SPEC, OP_SPECS
 from plait.compile.ops.random import GlobalRandom
@@ -48,9 +51,10 @@ def step_values(
     with _WithoutChance() as mode, torch.set_grad_enabled(train), twin.installed() as own:
         if not train:
             own.eval()
-        loss = read_loss(loss_fn(own, batch), count_rows(batch))
-        if train:
-            loss.mean.backward()
+        with without_process_group(functools.partial(users_line, model, loss_fn)):
+            loss = read_loss(loss_fn(own, batch), count_rows(batch))
+            if train:
+                loss.mean.backward()
     values = {"the loss": loss.mean.detach(), "the sum of its terms": loss.total.detach()}
     values |= {} if loss.weight is None else {"its weight": loss.weight.detach().double()}
     values |= {f"the gradient of {n}": p.grad for n, p in twin.named_parameters() if p.grad is not None}

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from plait.comm.hidden_group import without_process_group
 from plait.comm.protocol import World
 from plait.engine.cpu_settings import not_capturable, prefer_fused
 from plait.engine.local_tensors import LaidOutParts
@@ -269,7 +270,8 @@ def _called(factory: Callable[..., Any], named: list[tuple[str, nn.Parameter]]) 
         first = next(iter(inspect.signature(factory).parameters), "")
     except (TypeError, ValueError):
         first = ""
-    return factory(named if first == "named_parameters" else [p for _, p in named])
+    with without_process_group(lambda _: "the optimizer's function"):
+        return factory(named if first == "named_parameters" else [p for _, p in named])
 
 
 def _by_pattern(pairs: Sequence[tuple[str, Callable[..., Any]]], named: list[tuple[str, nn.Parameter]]) -> list[Any]:

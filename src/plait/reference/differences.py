@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from plait.errors import PlanError, Refusal
 from plait.plan.plan import Plan
 
 # Rounding alone changes some tensors by much of their value: the gradient of a bias before a normalization is zero but
@@ -355,3 +356,16 @@ def _worst(differences: tuple[Difference, ...]) -> Difference:
 
 def _badness(difference: Difference) -> float:
     return math.inf if math.isnan(difference.relative) else difference.relative
+
+
+def refusal_of_failed_run(plan: Plan, error: Exception) -> PlanError | None:
+    """The PlanError for a model that does not run on one device as the plan has it run; None if it runs it as it is."""
+    if in_half(plan) and isinstance(error, RuntimeError):
+        name = next(n for n in (plan.precision, *dict(plan.exceptions).values()) if n != "fp32")
+        why = f"on one device the model does not run in it ({error})"
+        return PlanError(Refusal(f"precision={name}", why, "keep the module in fp32, with precision.NAME=fp32"))
+    if plan.micro == 1 and not plan.relaxed_axis:
+        return None
+    why = f"it runs the model on fewer rows at a time, which fails ({type(error).__name__}: {error})"
+    instead = "take the number of rows from the batch, not from outside, or use a plan with neither micro nor sync"
+    return PlanError(Refusal(f"the plan {plan.title!r}", why, instead))

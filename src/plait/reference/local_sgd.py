@@ -23,6 +23,7 @@ from plait.engine.local_batch import microbatches, num_rows, replica_key
 from plait.engine.local_sgd.diloco import MIXING
 from plait.engine.local_sgd.exchange import dtype_of_mean
 from plait.engine.local_sgd.tensor_compression import decode, encode, first_factor
+from plait.engine.optimizer_draws import equal_draws
 from plait.engine.slices import Fragment, fragments
 from plait.plan.axes import parts_around
 from plait.plan.compression import Compression
@@ -192,7 +193,8 @@ class SerialReplicas:
                 break  # stale_step has updated
             if clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_([p for p in named.values() if p.grad is not None], clip_norm)
-            optimizer.step()
+            with equal_draws(optimizer, key):
+                optimizer.step()
         if plan.sync != 1:
             self._agree(step)
         return losses[0], gradients, results(self._all_rows(outputs, num_rows(batch)) if plan.sync == 1 else outputs[0])

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from plait.comm.hidden_group import without_process_group
 from plait.compile.capture.capture import LossFn
+from plait.compile.capture.capture_errors import users_line
 from plait.compile.capture.loss_values import Loss, Outputs, copied, join_outputs, read_loss
 from plait.compile.capture.precision import Precision
 from plait.compile.capture.reentrant_checkpoint import without_reentrance
@@ -95,9 +97,10 @@ def _backward(
         precision.casting(own, stand_ins),
     ):
         try:
-            with precision.computing(own, device):
-                found = one_device_loss(own, loss_fn, part, num_parts)
-            objective(found).backward()
+            with without_process_group(functools.partial(users_line, model, loss_fn)):
+                with precision.computing(own, device):
+                    found = one_device_loss(own, loss_fn, part, num_parts)
+                objective(found).backward()
         except RuntimeError as error:
             if (refusal := precision.refusal(error, "")) is None:
                 raise

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from plait.compile.capture.batch import (
     sequence_dims,
 )  # fmt: skip
 from plait.compile.capture.batch_numbers import BatchNumber, BatchNumbers, Fed, NumberAsked, plain_numbers
-from plait.compile.capture.capture_errors import capture_error
+from plait.compile.capture.capture_errors import capture_error, users_line
 from plait.compile.capture.cleanup import clean, copy_inputs, functionalise
 from plait.compile.capture.expert_modules import ExpertModules
 from plait.compile.capture.fake_parameters import (
@@ -40,6 +41,7 @@ from plait.compile.capture.late_values import LateValues
 from plait.compile.capture.loss_values import RATIO, Loss, read_loss, sum_alone
 from plait.compile.capture.masked_indexing import Selections
 from plait.compile.capture.module_hooks import BackwardModules, ForwardModules, modules_stay
+from plait.compile.capture.other_processes import not_communicating
 from plait.compile.capture.outside_tensors import Outside, check_leaves
 from plait.compile.capture.parameter_precision import changes_copy, place_casts
 from plait.compile.capture.precision import FULL, Precision
@@ -301,7 +303,7 @@ def _capture(
         for name, copy in stack.enter_context(precision.casting(model, model_fakes.made)).items():
             recorder.protect(copy, changes_copy(name, precision.name))
         try:
-            with precision.computing(model, where.type):
+            with precision.computing(model, where.type), not_communicating(partial(users_line, model, loss_fn)):
                 found = read_loss(loss_fn(model, fake_batch), rows)
                 selections.finish()
                 found = replace(found, total=late.checked(found.total))
@@ -454,8 +456,14 @@ def _differentiate(
     check_leaves(loss, outside)
     recorder.phase = "backward"
     try:
-        with BackwardModules(loss, forward, recorder), torch.autograd.set_multithreading_enabled(False):
+        with (
+            BackwardModules(loss, forward, recorder),
+            torch.autograd.set_multithreading_enabled(False),
+            not_communicating(partial(users_line, model, loss_fn)),
+        ):
             found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    except PlanError:
+        raise
     except Exception as error:
         refusal = precision.refusal(error, recorder.module)
         raise refusal or capture_error(error, model, loss_fn, "in the backward pass") from error

@@ -45,11 +45,21 @@ def capture_error(
     if place is None:
         return CaptureError(f"cannot capture the training step {doing}: {reason}")
     file, line = place
-    source = linecache.getline(file, line).strip()
-    found = CaptureError(f'cannot capture the training step: {file}:{line}: "{source}": {reason}')
+    found = CaptureError(f"cannot capture the training step: {_text(place)}: {reason}")
     found.file, found.line = file, line
     found.data_dependent = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
     return found
+
+
+def users_line(model: Any, loss_fn: Callable[..., Any], error: BaseException) -> str:
+    """`file:line: "source"` of the user's code that raised the error, or else of the loss function."""
+    place = _place(error.__traceback__, model) or _start(loss_fn)
+    return "the model" if place is None else _text(place)
+
+
+def _text(place: tuple[str, int]) -> str:
+    file, line = place
+    return f'{file}:{line}: "{linecache.getline(file, line).strip()}"'
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
@@ -68,8 +78,7 @@ def source_line(frame: FrameType) -> str:
     while at is not None and at.f_code.co_filename.startswith((_TORCH, _PLAIT)):
         at = at.f_back
     at = at or frame
-    file, line = at.f_code.co_filename, at.f_lineno
-    return f'{file}:{line}: "{linecache.getline(file, line).strip()}"'
+    return _text((at.f_code.co_filename, at.f_lineno))
 
 
 def _place(trace: TracebackType | None, model: Any) -> tuple[str, int] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import functools
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -20,8 +21,10 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from plait.compile.capture.capture_errors import source_line, users_frame
 from plait.compile.capture.fake_parameters import is_real
 from plait.compile.capture.late_values import known_value
+from plait.compile.capture.other_processes import COLLECTIVES, communicates
 from plait.compile.ir.calls import append_call
 from plait.compile.ir.node_info import NodeInfo, describe
 from plait.compile.ir.shapes import ShapeMemo, fake_of, spec_of, view_on_meta
@@ -204,6 +207,9 @@ class GraphRecorder(TorchDispatchMode):
                 return self.scalar(args[0])
         if func.namespace == "prim":  # only asks for the device
             return func(*args, **kwargs)
+        if func.namespace in COLLECTIVES:
+            frame = users_frame(sys._getframe())
+            raise communicates(func.name() if frame is None else source_line(frame))
         if _composite(func):
             with self:  # reached only where autograd is off altogether: in inference mode
                 result = func.decompose(*args, **kwargs)
@@ -374,8 +380,15 @@ def _functional_form(func: Any) -> Any:
     namespace, _, name = func._schema.name.partition("::")
     if namespace != "aten" or not name.endswith("_") or name.startswith("__"):
         return None
-    packet = getattr(aten, name[:-1], None)
-    return getattr(packet, func._overloadname, None)
+    packet, takes = getattr(aten, name[:-1], None), _types(func)
+    names = [] if packet is None else packet.overloads()
+    # Most have the same overload's name, but the counterpart of pow_.Scalar is pow.Tensor_Scalar.
+    found = (getattr(packet, one) for one in sorted(names, key=lambda one: one != func._overloadname))
+    return next((one for one in found if _types(one) == takes), None)
+
+
+def _types(func: Any) -> list[str]:
+    return [str(argument.type) for argument in func._schema.arguments]
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:

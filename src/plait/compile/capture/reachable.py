@@ -157,6 +157,8 @@ class Reached:
         self._class(place, type(module))
 
     def _dict(self, place: str, value: dict[Any, Any]) -> None:
+        if value is sys.modules:  # what the step has imported stays so
+            return
         if not value:
             self._hold_nothing(place, value)
         elif len(value) <= _MOST_ELEMENTS:

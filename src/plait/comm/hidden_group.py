@@ -1,0 +1,55 @@
+"""What model, loss and optimizer see of torch.distributed: nothing, as where they run on one device.
+
+They are written for one device and the whole batch, but may run in a process of a group. Code that asks for the group,
+as many losses do that divide by the number of processes or gather features, takes its way for one device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from plait.compile.capture.other_processes import not_communicating
+
+
+class _Hidden:
+    """The default process group, taken away while any thread is inside: ranks may be threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._group: Any = None
+
+    def enter(self) -> None:
+        with self._lock:
+            if not self._num_inside and dist.is_available() and dist.is_initialized():
+                # The group, and not the function is_initialized, which code may have imported by its name.
+                self._group, dist.group.WORLD = dist.group.WORLD, None
+            self._num_inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if not self._num_inside and self._group is not None:
+                dist.group.WORLD, self._group = self._group, None
+
+
+_hidden = _Hidden()
+
+
+@contextmanager
+def without_process_group(where: Callable[[BaseException], str]) -> Iterator[None]:
+    """Context in which torch.distributed has no default process group. Groups that code holds work as before.
+
+    `where` names the code that has raised an exception. Raises PlanError if that code needs the default group.
+    """
+    _hidden.enter()
+    try:
+        with not_communicating(where):
+            yield
+    finally:
+        _hidden.leave()
