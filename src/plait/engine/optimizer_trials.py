@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from plait.comm.device import is_host
 from plait.comm.hidden_group import without_process_group
+from plait.compile.capture.fake_parameters import is_real
 from plait.engine.local_tensors import LaidOutParts
 from plait.optim.adafactor import Adafactor
 from plait.optim.combined import CombinedOptimizer, each_parameter, optimizers_within
@@ -349,16 +350,17 @@ def _stepped(
 
 def _constructed_state(parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> _Constructed:
     """What the constructor made for the first of the parameters, but for tensors that are neither numbers, nor filled
-    with one, nor the parameter."""
+    with one, nor the parameter. Of a tensor without values the shape counts."""
     found: _Constructed = {}
     for parameter in [p for p in parameters if not p.is_meta][:1]:
         for key, value in optimizer.state.get(parameter, {}).items():
             if not torch.is_tensor(value) or value.ndim == 0:
                 found[key] = functools.partial(_copy_of, value)
             elif value.shape == parameter.shape and value.numel():
-                first = value.flatten()[0]
                 dtype = None if value.dtype == parameter.dtype else value.dtype
-                if bool((value == first).all()):
+                if not is_real(value):
+                    found[key] = functools.partial(torch.zeros_like, dtype=dtype)
+                elif bool((value == (first := value.flatten()[0])).all()):
                     found[key] = functools.partial(torch.full_like, fill_value=first.item(), dtype=dtype)
                 elif torch.equal(value, parameter):
                     found[key] = torch.clone
