@@ -214,6 +214,14 @@ def test_a_form_is_what_it_was(form: Callable[..., Tensor]) -> None:
         assert report.ok, report
 
 
+@pytest.mark.parametrize("form", [looked_up, grouped])
+def test_a_layer_that_a_model_has_twice(form: Callable[..., Tensor]) -> None:
+    """Its second use comes first in the backward pass, which reads the weights transposed."""
+    layer = made(form, dtype_of(form))
+    report = plait.verify(nn.Sequential(layer, layer), loss_fn, rows(dtype_of(form)), "data=2")
+    assert report.ok, report
+
+
 def test_forms_under_autocast() -> None:
     for form in (looked_up, loop):
         report = plait.verify(made(form, torch.float32), loss_fn, rows(torch.float32), "data=2 precision=bf16")

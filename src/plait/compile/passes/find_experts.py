@@ -220,12 +220,18 @@ class _Finder:
         while swaps(table):
             table, transposed = tensor_inputs(table)[0], not transposed
         for dtype in casts:
-            if (table, dtype) not in self._tables:
-                self._tables[table, dtype] = write(like, aten._to_copy.default, table, dtype=dtype)
-            table = self._tables[table, dtype]
-        if transposed and (table, None) not in self._tables:
-            self._tables[table, None] = write(like, aten.transpose.int, table, 1, 2)
-        return self._tables[table, None] if transposed else table
+            table = self._written(like, (table, dtype))
+        return self._written(like, (table, None)) if transposed else table
+
+    def _written(self, like: Node, key: tuple[Node, torch.dtype | None]) -> Node:
+        """A table in another dtype, or with None transposed, that is there before `like`."""
+        table, dtype = key
+        if key not in self._tables or like < self._tables[key]:  # backward passes come in the reverse order
+            if dtype is None:
+                self._tables[key] = write(like, aten.transpose.int, table, 1, 2)
+            else:
+                self._tables[key] = write(like, aten._to_copy.default, table, dtype=dtype)
+        return self._tables[key]
 
     def outer(self, node: Node, access: RowAccess) -> None:
         """index_put(zeros, ids, bmm(x[batch, k, 1], grad[batch, 1, n])), added."""
