@@ -29,7 +29,7 @@ from plait.spec.layout import Layout, Shard
 
 EXACT: dict[type, type] = {torch.optim.Adafactor: Adafactor, torch.optim.Muon: Muon}
 
-# State by key, of one parameter: a function of a parameter.
+# By key of a parameter's state: the function that makes its value for a given parameter.
 _Constructed = dict[str, Callable[[Tensor], Any]]
 
 _filtering = threading.RLock()  # warning filters are global to the process

@@ -21,8 +21,8 @@ _APPLY = nn.Module._apply
 
 @contextmanager
 def modules_stay() -> Iterator[None]:
-    """Context in which `module.to(...)` of this thread leaves a module alone whose tensors are so already. Otherwise it
-    raises CaptureError: fake tensors cannot be exchanged so."""
+    """Context in which `module.to(...)`, called in this thread, returns the module if its tensors have that device and
+    dtype already. Otherwise it raises CaptureError: the tensors of a capture stay where they are."""
     thread = threading.get_ident()
 
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
