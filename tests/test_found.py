@@ -33,7 +33,13 @@ def mlp(width: int = 8) -> nn.Sequential:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
-    "plan", ["data=2 sync=2", "data=2 sync=2 outer=nesterov streaming=2 overlap=1", "data=2 compress=int8"]
+    "plan",
+    [
+        "data=2 sync=2",
+        "data=2 sync=2 outer=nesterov streaming=2 overlap=1",
+        "data=2 sync=2 outer=sgd overlap=1 allreduce=naive",  # its messages are in flight after the last step
+        "data=2 compress=int8",
+    ],
 )
 def test_replicas_of_a_model_that_is_not_float32_agree(dtype: torch.dtype, plan: str) -> None:
     report = plait.verify(mlp().to(dtype), square, torch.randn(8, 8, dtype=dtype), plan, steps=4)

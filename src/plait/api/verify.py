@@ -171,7 +171,9 @@ class Verifier:
                 trainer.engine.recorder.close()
             replica = trainer.executor
             parameters = {n: replica.whole(n, replica.local(n)).clone() for n in replica.layouts}
-            return RunResult(losses, gradients, parameters, replica.buffers, outputs=outputs[0])
+            buffers = {n: value.clone() for n, value in replica.buffers.items()}
+            trainer.agree()  # as after the last step; an exchange may be in flight
+            return RunResult(losses, gradients, parameters, buffers, outputs=outputs[0])
 
         with self._preserved():
             if plan.backend != "torch":
