@@ -418,6 +418,37 @@ def test_the_loss_of_the_next_step_has_the_rounding_of_gradients_in_half_precisi
     assert wrong.loss > wrong.tolerance, wrong
 
 
+def test_terms_in_bf16_of_a_gradient_that_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch norm takes the mean of a bias away: the terms of its gradient are far larger than their sum."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32, affine=False), nn.Linear(32, 4)).double()
+    batch = (torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64))
+
+    def loss(model: nn.Sequential, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    verifier = plait.Verifier(model, loss, batch, steps=1)
+    for plan in ("data=4 reduce=bf16", "data=2 zero=2 reduce=bf16"):
+        report = verifier.verify(plan)
+        assert report.ok, report
+    true = verifier._run_plan
+
+    def wrong(*args: Any) -> Any:
+        found, *rest = true(*args)
+        found.gradients["2.weight"] += found.gradients["2.weight"].abs().max() * 0.1
+        return found, *rest
+
+    monkeypatch.setattr(verifier, "_run_plan", wrong)
+    assert verifier.verify("data=4 reduce=bf16").first_bad.name == "2.weight"
+
+
+def test_the_largest_terms_of_a_gradient_that_is_zero_but_for_rounding() -> None:
+    """The error of topk is kept in the order of its numbers, and a gradient may have another."""
+    layer = nn.Linear(64, 64)
+    layer.weight = nn.Parameter(torch.randn(64, 64).t())
+    report = plait.verify(layer, square, torch.randn(8, 64), "data=2 compress=topk:0.1", steps=3)
+    assert report.ok, report
+
+
 class Spectrum(nn.Module):
     """Half of a spectrum as the conjugate of the other half, which one stage of a pipeline gives to the next."""
 

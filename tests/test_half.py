@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait
-from plait.compile.ops.split_sums import SplitSums
+from plait.compile.ops.split_sums import LargestParts, SplitSums
 
 SGD = functools.partial(torch.optim.SGD, lr=0.0)
 Act = Callable[[Tensor], Tensor]
@@ -225,3 +225,14 @@ def test_split_sums_are_sums(num_parts: int) -> None:
     assert any(not torch.equal(one, other) for one, other in zip(plain, split, strict=True))
     for one, other in zip(plain, split, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0.06 * float(one.abs().max()))
+
+
+def test_the_largest_parts_of_a_sum_that_cancel() -> None:
+    layer = nn.Linear(4, 3, dtype=torch.float64)
+    largest = []
+    layer.bias.register_hook(lambda gradient: largest.append(float(parts.largest(gradient))))
+    signs = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)[:, None]
+    with LargestParts(2) as parts:
+        ((layer(torch.randn(4, 4, dtype=torch.float64)) * signs).sum() + 0.5 * layer.bias.sum()).backward()
+    assert float(layer.bias.grad.abs().max()) == 0.5
+    assert largest == [2.0]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.backends.eager.passes import EAGER_PASSES
-from plait.compile.pass_manager import Pass, check_order
+from plait.compile.pass_base import Pass, check_order
 from plait.compile.pipeline import PASSES
 from plait.errors import PlanError
 from plait.report.explanation import Explanation

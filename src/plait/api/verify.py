@@ -24,7 +24,7 @@ from plait.compile.capture.loss_values import loss_and_aux, results
 from plait.compile.capture.precision import Precision, narrowest
 from plait.compile.compiled import Compiled
 from plait.compile.ops.dims import HALF
-from plait.compile.ops.split_sums import SplitSums
+from plait.compile.ops.split_sums import LargestParts, SplitSums
 from plait.compile.rank_program import RankProgram
 from plait.compile.stages.split import Pipeline
 from plait.engine.compiler import Captures, Compiler
@@ -51,6 +51,7 @@ from plait.reference.differences import (
 )
 from plait.reference.local_sgd import SerialReplicas
 from plait.reference.one_device import one_device_step, stale_step
+from plait.reference.rounded_gradients import RoundedGradients
 from plait.spec.trace import ExpertLoad
 
 _HEADROOM = 2.0**4  # of the loss scale in fp16: one rank's term of a sum may be larger than the sum
@@ -116,7 +117,7 @@ class Verifier:
             rounding: float = 0.0,
             draw: int = 0,
             wide: bool = False,
-            coarse: Mapping[str, float] | None = None,
+            coarse: RoundedGradients | None = None,
         ) -> RunResult:
             twin = self._twin(rounding, draw, coarse)
             if wide:
@@ -220,7 +221,7 @@ class Verifier:
 
         `bits` is the relative rounding of its values, by name. `program` takes a plan, `rounding` (the relative change
         of the weights), `draw` (which random change), `wide` (whether to compute half precision in float32) and
-        `coarse` (the rounding of gradients, by parameter).
+        `coarse` (the rounding of gradients).
         """
         run = self._as_it_was(program)
         try:
@@ -257,8 +258,10 @@ class Verifier:
         if coarse := {name: bits[name] for name in named if bits[name] > bits["loss"]}:
             # Gradients are rounded where the loss is not, as with reduce=bf16: updates bring that to later losses. A
             # loss is one number, which a single run may leave as it is by chance.
-            runs = [run(plan, draw=draw, coarse=coarse) for draw in range(4)]
-            again += [replace(one, rounding=levels[-1], of_gradients=True) for one in runs]
+            for draw in range(4):
+                with LargestParts(2 + 2 * (draw % 2)) as parts:
+                    one = run(plan, draw=draw, coarse=RoundedGradients(coarse, parts))
+                again.append(replace(one, rounding=levels[-1], of_gradients=True))
         return again
 
     def _run_one_device(
@@ -271,7 +274,7 @@ class Verifier:
         stale: Pipeline | None = None,
         draw: int = 0,
         wide: bool = False,
-        coarse: Mapping[str, float] | None = None,
+        coarse: RoundedGradients | None = None,
     ) -> RunResult:
         scaled = Precision(plan.precision, plan.exceptions).scaled
         if scale is None:
@@ -330,7 +333,7 @@ class Verifier:
         draw: int = 0,
         wide: bool = False,
         scale: float | None = None,
-        coarse: Mapping[str, float] | None = None,
+        coarse: RoundedGradients | None = None,
     ) -> RunResult:
         """The run of replicas that synchronize later, as the first of them ends it; arguments as _run_one_device."""
         if scale is None:
@@ -375,29 +378,18 @@ class Verifier:
 
         return found
 
-    def _twin(self, rounding: float, draw: int = 0, coarse: Mapping[str, float] | None = None) -> Twin:
-        """A copy of the model, with its values changed by the relative `rounding`, and each gradient that `coarse`
-        names by that much of its largest value."""
+    def _twin(self, rounding: float, draw: int = 0, coarse: RoundedGradients | None = None) -> Twin:
+        """A copy of the model, with its values changed by the relative `rounding`, and gradients as by `coarse`."""
         twin = Twin(self.captures.model)
         generator = torch.Generator().manual_seed(self.seed + draw)
-        named = dict(twin.named_parameters()) if coarse else {}
-        for name, bits in (coarse or {}).items():
-            if named[name].requires_grad:
-                named[name].register_hook(functools.partial(_changed, bits, generator))
+        if coarse is not None:
+            coarse.attach(twin, generator)
         if rounding:
             for parameter in (p for p in twin.parameters() if p.is_floating_point()):
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter)
                 last_bits = max(rounding, torch.finfo(parameter.dtype).eps / 4)
                 parameter.data.mul_(1 + last_bits * noise)
         return twin
-
-
-def _changed(bits: float, generator: torch.Generator, gradient: Tensor) -> Tensor:
-    """A gradient changed by `bits` of its largest value: ranks round terms that may cancel in their sum."""
-    if not gradient.numel() or gradient.layout != torch.strided:
-        return gradient
-    noise = torch.randn(gradient.shape, generator=generator).to(gradient)
-    return gradient + bits * gradient.abs().max() * noise
 
 
 def _round_as_within(optimizer: torch.optim.Optimizer, seed: int) -> None:

@@ -11,7 +11,7 @@ from plait.backends.eager.passes import EAGER_PASSES, EagerDraft, eager_graphs, 
 from plait.backends.inductor.inductor_backend import InductorBackend
 from plait.backends.inductor.inductor_passes import INDUCTOR_PASSES, inductor_graphs, make_with_regions
 from plait.backends.inductor.region_compiler import CompileReport
-from plait.compile.pass_manager import Pass, Watcher
+from plait.compile.pass_base import Pass, Watcher
 from plait.compile.rank_program import RankProgram
 from plait.plan.plan import Plan
 

@@ -16,7 +16,7 @@ from plait.compile.compiled import NOTHING_SETTLED, Compiled, Draft, Settled
 from plait.compile.ir.calls import copy_graph, device_type, placeholders
 from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.ir.node_info import set_info
-from plait.compile.pass_manager import Pass, Watcher, run_passes
+from plait.compile.pass_base import Pass, Watcher, run_passes
 from plait.compile.passes.accumulation import accumulation_graphs, narrow_dtypes, own_gradients
 from plait.compile.passes.auxiliary import mark_auxiliary
 from plait.compile.passes.find_experts import find_experts

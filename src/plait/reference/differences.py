@@ -245,7 +245,7 @@ def compare(
             )
             for step, (here, there) in enumerate(zip(reference.losses, mine.losses, strict=True))
         ),
-        gradients=_differences("gradients", reference, mine, of, tolerance, code),
+        gradients=_differences("gradients", reference, mine, functools.partial(of, again=again), tolerance, code),
         parameters=_differences("parameters", reference, mine, updated, tolerance),
         buffers=_differences("buffers", reference, mine, updated, tolerance),
         without_rule=tuple(without_rule),

@@ -24,7 +24,7 @@ from plait.compile.ir.dtypes import dtype_name
 from plait.compile.ir.node_info import info_of
 from plait.compile.ir.views import is_view
 from plait.compile.ops import CollectiveKind
-from plait.compile.pass_manager import PassReport, Watcher
+from plait.compile.pass_base import PassReport, Watcher
 from plait.compile.pipeline import PASSES, compile
 from plait.compile.rank_program import RankProgram
 from plait.compile.stage_costs import estimate_costs

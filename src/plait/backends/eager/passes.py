@@ -4,7 +4,7 @@
                       -> collectives in buckets, begun early and waited for late -> sums written in place
                       -> parameters fetched from host or disk, gradients offloaded there
 
-The passes change an EagerDraft. compile/pass_manager.py defines a pass.
+The passes change an EagerDraft. compile/pass_base.py defines a pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from plait.backends.eager.rewrites.overlap import overlap
 from plait.compile.capture.precision import DTYPES
 from plait.compile.ir.calls import copy_graph
 from plait.compile.ir.gc_paused import collection_paused
-from plait.compile.pass_manager import Pass, Watcher, run_passes
+from plait.compile.pass_base import Pass, Watcher, run_passes
 from plait.compile.rank_program import RankProgram, StepGraph
 from plait.plan.sharding_plan import DEVICE, Gather
 

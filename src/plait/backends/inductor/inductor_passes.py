@@ -29,7 +29,7 @@ from plait.compile.ir.calls import copy_graph
 from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.ir.node_info import info_of
 from plait.compile.ir.views import is_view
-from plait.compile.pass_manager import Pass, Watcher, run_passes
+from plait.compile.pass_base import Pass, Watcher, run_passes
 from plait.compile.rank_program import RankProgram
 from plait.plan.sharding_plan import Gather
 

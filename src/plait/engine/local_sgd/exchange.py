@@ -106,10 +106,10 @@ class MeanExchange:
         return exempt or not is_smaller(tensor.shape, self._compression, self._comm.size)
 
     def _corrected(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor plus its earlier compression error, in new memory."""
+        """The tensor plus its earlier compression error, in new contiguous memory."""
         error = self.errors.get(name)
         wide = tensor.detach().float()
-        return wide.clone(memory_format=torch.contiguous_format) if error is None else wide + error
+        return wide.clone(memory_format=torch.contiguous_format) if error is None else (wide + error).contiguous()
 
     def _keep_error(self, name: str, error: Tensor) -> None:
         """Keep the compression error for the next exchange. The error of an overflow, whose step is skipped, is
