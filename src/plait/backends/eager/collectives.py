@@ -83,15 +83,13 @@ def all_reduce(world: World, tensor: Tensor, axis: str, op: str = "sum") -> Tens
 @carries_out(comm_ops.all_gather)
 def all_gather(world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks) -> Tensor:
     """Shard(dim, blocks) -> whole."""
-    rows = world.comm(axis).all_gather(tensor.contiguous()).wait()
-    return _join(rows, dim, blocks)
+    return _Gather(world.comm(axis), tensor, dim, blocks).wait()
 
 
 @carries_out(comm_ops.reduce_scatter)
 def reduce_scatter(world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks) -> Tensor:
     """Partial sums -> Shard(dim, blocks)."""
-    comm = world.comm(axis)
-    return comm.reduce_scatter(_parts(tensor, comm.size, dim, blocks)).wait()
+    return _reduce_scatter(world.comm(axis), tensor, dim, blocks).wait()
 
 
 @carries_out(comm_ops.shard)
@@ -206,12 +204,56 @@ def take_part(world: World, tensor: Tensor, axis: str, cut: PlainCut) -> Tensor:
     return each.part(tensor, world.comm(axis).rank).clone(memory_format=torch.contiguous_format)
 
 
+class _Gather:
+    """An all-gather in flight of a tensor whose dim is cut. Where ranks read each other's memory, each part is copied
+    once, to its place."""
+
+    def __init__(self, comm: Comm, tensor: Tensor, dim: int, blocks: Blocks) -> None:
+        self._dim, self._blocks, self._size = dim, blocks, comm.size
+        self._local = tensor.shape
+        self._whole: Tensor | None = None
+        self._places = comm.takes and comm.size > 1 and isinstance(blocks, int)
+        part = tensor.contiguous()
+        self._work: Work | None = comm.all_gather(part, take=self._place) if self._places else comm.all_gather(part)
+
+    def _place(self, rank: int, row: Tensor) -> None:
+        if self._whole is None:  # new memory only once there is something to copy into it
+            shape = list(self._local)
+            shape[self._dim] *= self._size
+            self._whole = row.new_empty(shape)
+        assert isinstance(self._blocks, int)
+        place = _by_rank(self._whole, self._size, self._dim, self._blocks)[rank]
+        place.copy_(row.view(place.shape))
+
+    def wait(self) -> Tensor:
+        """The whole tensor."""
+        work, self._work = self._work, None  # it refers to this object: a cycle would keep the rows alive
+        assert work is not None
+        rows = work.wait()
+        whole, self._whole = self._whole, None
+        return _join(rows, self._dim, self._blocks) if whole is None else whole
+
+
+def _reduce_scatter(comm: Comm, tensor: Tensor, dim: int, blocks: Blocks) -> Work:
+    if isinstance(blocks, int):
+        split = _by_rank(tensor, comm.size, dim, blocks)
+        if not split.is_contiguous() and (flat := comm.buffer(tensor.numel(), tensor.dtype)) is not None:
+            parts = flat.view(split.shape).copy_(split)
+            return comm.reduce_scatter(parts.flatten(dim + 1, dim + 2), consume=True)
+    return comm.reduce_scatter(_parts(tensor, comm.size, dim, blocks))
+
+
+def _by_rank(tensor: Tensor, size: int, dim: int, blocks: int) -> Tensor:
+    """Every rank's part, as a view: [size, ..., blocks, length, ...]."""
+    split: Tensor = tensor.unflatten(dim, (blocks, size, tensor.shape[dim] // (blocks * size)))
+    return split.movedim(dim + 1, 0)
+
+
 def _parts(tensor: Tensor, size: int, dim: int, blocks: Blocks) -> Tensor:
     """Every rank's part, stacked: [size, *local shape]."""
     if not isinstance(blocks, int):
         return torch.stack([take(tensor, rank, size, dim, blocks) for rank in range(size)])
-    split = tensor.unflatten(dim, (blocks, size, tensor.shape[dim] // (blocks * size)))
-    return split.movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()  # type: ignore[no-any-return]
+    return _by_rank(tensor, size, dim, blocks).flatten(dim + 1, dim + 2).contiguous()
 
 
 def _join(rows: Tensor, dim: int, blocks: Blocks) -> Tensor:
@@ -279,15 +321,14 @@ def all_reduce_start(world: World, tensor: Tensor, axis: str, op: str = "sum") -
     return world.comm(axis).all_reduce(tensor.contiguous(), op)
 
 
-@starts(all_gather, wait_and_join, (3, 4))
+@starts(all_gather, wait)
 def all_gather_start(world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks) -> Work:
-    return world.comm(axis).all_gather(tensor.contiguous())
+    return _Gather(world.comm(axis), tensor, dim, blocks)
 
 
 @starts(reduce_scatter, wait)
 def reduce_scatter_start(world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks) -> Work:
-    comm = world.comm(axis)
-    return comm.reduce_scatter(_parts(tensor, comm.size, dim, blocks))
+    return _reduce_scatter(world.comm(axis), tensor, dim, blocks)
 
 
 @starts(all_to_all, wait_and_join, (3, 4))
