@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -26,6 +27,16 @@ def pytest_collection_finish() -> None:
     """Have the garbage collector pass by what was imported, and come less often: it took 7% of the time."""
     gc.freeze()
     gc.set_threshold(10_000, 10, 20)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Look for cycles between tests: what a test has captured is alive until its end, and was looked through thrice."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_sessionfinish() -> None:
