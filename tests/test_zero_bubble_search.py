@@ -9,7 +9,7 @@ from plait.cost.simulate import simulate
 from plait.errors import PlanError
 from plait.schedule.check import check_schedule
 from plait.schedule.families import make_schedule
-from plait.schedule.zero_bubble_rules import Rules, StageSeconds, alternating, in_time
+from plait.schedule.zero_bubble_rules import ScheduleRules, StageSeconds, alternating, in_time
 from plait.schedule.zero_bubble_search import search_zero_bubble
 from plait.spec.action import BACKWARD, FORWARD
 from plait.spec.schedule import Schedule
@@ -31,7 +31,7 @@ def most_held(schedule: Schedule, kept: float) -> float:
 @pytest.mark.parametrize(("factor", "kept"), [(1, 1.0), (2, 0.4)])
 @pytest.mark.parametrize("rules", [alternating, in_time])
 def test_what_is_found_is_valid_and_within_memory(
-    ranks: int, num_micro: int, times: tuple[float, float, float], factor: int, kept: float, rules: Rules
+    ranks: int, num_micro: int, times: tuple[float, float, float], factor: int, kept: float, rules: ScheduleRules
 ) -> None:
     found = search_zero_bubble([StageSeconds(*times)] * ranks, 0.1, num_micro, factor * ranks, kept, (rules,))
     check_schedule(found)

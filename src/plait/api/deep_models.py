@@ -15,9 +15,9 @@ from torch import nn
 
 from plait.compile.stages.split import schedule_of
 from plait.cost.repeated_layers import with_layers
-from plait.cost.step_program import Call, OpCall, PipelineCalls, StepProgram, moved_by
+from plait.cost.step_program import OpCall, PipelineCalls, ProgramCall, StepProgram, moved_by
 from plait.plan.plan import Plan
-from plait.schedule.readiness import Place, chain
+from plait.schedule.readiness import RankAction, chain
 from plait.schedule.transfers import add_transfers, add_updates
 from plait.spec.action import BACKWARD, FORWARD, SEND, WEIGHT
 from plait.spec.schedule import Schedule
@@ -105,7 +105,7 @@ def _without_pipeline(fewer: StepProgram, more: StepProgram, times: int) -> Step
     return replace(fewer, graphs=found, updates=(update,), model_flops=flops)
 
 
-def _update(fewer: Sequence[Call], more: Sequence[Call], times: int) -> tuple[Call, ...] | None:
+def _update(fewer: Sequence[ProgramCall], more: Sequence[ProgramCall], times: int) -> tuple[ProgramCall, ...] | None:
     """The calls of an update: one updates all parameters, and gathers follow."""
     one, two = ([call for call in calls if isinstance(call, OpCall)] for calls in (fewer, more))
     rest = with_layers(moved_by(fewer[len(one) :], -len(one)), moved_by(more[len(two) :], -len(two)), times)
@@ -135,7 +135,7 @@ def _with_pipeline(
         return stage if stage == 0 else kept - 1 if stage == num_stages - 1 else 1
 
     counts = layers_of_stages(number, num_stages)
-    graphs: dict[str, tuple[Call, ...]] = {}
+    graphs: dict[str, tuple[ProgramCall, ...]] = {}
     micro_graphs = {}
     for rank, stages in enumerate(schedule.stages):
         for stage in stages:
@@ -153,14 +153,14 @@ def _with_pipeline(
                         graphs[own] = calls
                 micro_graphs[rank, (kind, stage)] = tuple(f"{name} of {counts[stage]} layers" for name in names)
     sizes = {(rank, action.of): num for (rank, action), num in one.messages.items()}
-    messages: dict[Place, int] = {}
+    messages: dict[RankAction, int] = {}
     updates = []
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
             if action.kind == SEND:
                 stage = schedule.stages[rank][action.chunk]
                 messages[rank, action] = sizes.get((like(stage), action.of), 0)
-        own_update: list[Call] = []
+        own_update: list[ProgramCall] = []
         for stage in schedule.stages[rank]:
             part = _update(fewer.updates[like(stage)], more.updates[like(stage)], counts[stage] - 1)
             if part is None:

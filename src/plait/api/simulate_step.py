@@ -17,7 +17,7 @@ from plait.compile.capture.capture import LossFn
 from plait.compile.ir.dtypes import dtype_named
 from plait.compile.rank_program import RankProgram
 from plait.compile.step_calls import gathers_after_update, step_program
-from plait.cost.step_program import Call, OpCall, StepProgram, moved_by
+from plait.cost.step_program import OpCall, ProgramCall, StepProgram, moved_by
 from plait.cost.step_simulation import StepSimulator, check_ranks
 from plait.engine.local_batch import batch_of_replica, num_rows, num_tokens
 from plait.engine.optimizer_step import StateEstimate
@@ -186,7 +186,7 @@ def update_call(program: RankProgram, place: int, optimizer: OptimizerFactory) -
     return OpCall(signature, "update", 0.0, float(moved), dtype, parameters=len(shapes))
 
 
-def _update(program: RankProgram, place: int, optimizer: OptimizerFactory) -> tuple[Call, ...]:
+def _update(program: RankProgram, place: int, optimizer: OptimizerFactory) -> tuple[ProgramCall, ...]:
     """The calls of an update on a rank at this place, and of what follows it."""
     own = update_call(program, place, optimizer)
     gathers = gathers_after_update(program, _coordinates(program, place))

@@ -33,7 +33,7 @@ _HOST_KINDS = (NEXT_BATCH,)  # measured by the host's clock on a GPU too
 _SAMPLE_NS = 5_000_000  # shortest time between two samples of memory
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
-Row = tuple[str, str, Any, Any, int, Any]  # kind, name, start, end, bytes, action
+SpanRow = tuple[str, str, Any, Any, int, Any]  # kind, name, start, end, bytes, action
 
 
 @dataclass
@@ -42,7 +42,7 @@ class StepRows:
     rows of experts."""
 
     step: int
-    rows: list[Row]
+    rows: list[SpanRow]
     memory: list[tuple[int, Any]]
     sent: dict[int, int] = field(default_factory=dict)
     counts: Counts = field(default_factory=list)
@@ -60,7 +60,7 @@ class TraceRecorder:
         self.offset_ns = clock_offset(world)
         self.steps: deque[StepRows] = deque(maxlen=NUM_STEPS)
         self.memory_of = "resident" if is_host(world.device) else "allocated"
-        self.rows: list[Row] = []
+        self.rows: list[SpanRow] = []
         self._memory: list[tuple[int, Any]] = []
         self._next_sample = 0
         self._span = _Span if is_host(world.device) else _DeviceSpan
@@ -137,7 +137,7 @@ class TraceRecorder:
 
         found = []
         for each in self.steps:
-            rows: list[Row] = [
+            rows: list[SpanRow] = [
                 (kind, name, time(start), max(time(start), time(end)), num_bytes, action)
                 for kind, name, start, end, num_bytes, action in each.rows
             ]

@@ -35,13 +35,13 @@ _SHORT_SECONDS = 1.0  # waits shorter than this are not checked
 _LOST_SECONDS = 120.0  # without a sign of a rank on another host, which may hold Python's lock for long
 _LEAVE_SECONDS = 5.0  # in which a rank must leave a failed wait; a wait inside C++ code cannot be interrupted
 
-Late = Callable[[], Sequence[int]]
+LateRanks = Callable[[], Sequence[int]]
 
 
 class Wait:
     """A wait of one of this rank's threads. `late()` returns the ranks that must still act before it can end."""
 
-    def __init__(self, what: str, late: Late, number: int) -> None:
+    def __init__(self, what: str, late: LateRanks, number: int) -> None:
         self.what, self.late, self.number = what, late, number
         self.since = time.monotonic()
         self.error: WorldError | None = None
@@ -81,7 +81,7 @@ class Monitor:
         self._doing, self._doing_since = what, time.time()
 
     @contextmanager
-    def waiting(self, what: str, late: Late) -> Iterator[Wait]:
+    def waiting(self, what: str, late: LateRanks) -> Iterator[Wait]:
         """A context manager around a wait; `what` names what is waited for, `late` the ranks."""
         wait = self.begin(what, late)
         try:
@@ -89,7 +89,7 @@ class Monitor:
         finally:
             self.end(wait)
 
-    def begin(self, what: str, late: Late) -> Wait:
+    def begin(self, what: str, late: LateRanks) -> Wait:
         self._num_waits += 1
         wait = self._waits[threading.get_ident()] = Wait(what, late, self._num_waits)
         return wait

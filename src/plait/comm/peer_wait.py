@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable
 
-from plait.comm.monitor import Late, Monitor, Wait, timeout
+from plait.comm.monitor import LateRanks, Monitor, Wait, timeout
 from plait.comm.sharing import alive
 from plait.errors import RankFailed, WorldError
 
@@ -43,7 +43,7 @@ class PeerWait:
         self._wait: Wait | None = None
         self.begin()
 
-    def begin(self, what: Callable[[], str] = str, late: Late | None = None) -> None:
+    def begin(self, what: Callable[[], str] = str, late: LateRanks | None = None) -> None:
         """Begin a wait. `what()` names it in messages, and `late()` the ranks that it is for, if they are known."""
         self._num_pauses = 0
         self._gone: int | None = None

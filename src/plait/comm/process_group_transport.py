@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from plait.comm.device import is_host
 from plait.comm.group import HALF, Done, GroupComm, reduce_terms, row_bytes
-from plait.comm.monitor import Late, Monitor
+from plait.comm.monitor import LateRanks, Monitor
 from plait.comm.protocol import Take, Work
 from plait.comm.sharing import share_file
 from plait.comm.thread_transport import taking
@@ -35,7 +35,7 @@ class ProcessGroupWork:
         result: torch.Tensor,
         finish: Callable[[], Any] | None = None,
         monitor: Monitor | None = None,
-        late: Late = tuple,
+        late: LateRanks = tuple,
     ) -> None:
         self._what = what
         self._monitor, self._late = monitor, late
@@ -205,7 +205,7 @@ class ProcessGroupComm(GroupComm):
         finish: Callable[[], Any] | None = None,
         *,
         pair: str = "",
-        late: Late | None = None,
+        late: LateRanks | None = None,
     ) -> Work:
         if result.numel() == 0:
             return Done(result)
@@ -219,7 +219,7 @@ class ProcessGroupComm(GroupComm):
         result: torch.Tensor,
         finish: Callable[[], Any] | None = None,
         pair: str = "",
-        late: Late | None = None,
+        late: LateRanks | None = None,
     ) -> ProcessGroupWork:
         """Start a collective or message, and count it for the monitors of other ranks; `pair` is given for a send."""
         monitor = self._monitor

@@ -22,7 +22,7 @@ import torch
 from plait.comm import shared_memory_collectives as collectives
 from plait.comm.group import Done, GroupComm, chunk, row_bytes
 from plait.comm.mailbox import Letter, Mailbox
-from plait.comm.monitor import Late, Monitor
+from plait.comm.monitor import LateRanks, Monitor
 from plait.comm.peer_wait import PeerWait
 from plait.comm.protocol import Take
 from plait.comm.segment import Arena, Segment
@@ -272,7 +272,9 @@ class SharedMemoryComm(GroupComm):
                 self._own.words[CONSUMED] = self._pending.popleft().seq
         self._mailbox.progress()
 
-    def wait_until(self, done: Callable[[], bool], what: Callable[[], str] = str, late: Late | None = None) -> None:
+    def wait_until(
+        self, done: Callable[[], bool], what: Callable[[], str] = str, late: LateRanks | None = None
+    ) -> None:
         """Make progress until `done()`. Raises RankFailed if a peer that is needed has failed or ended.
 
         `what()` names this wait in messages, and `late()` the ranks whose next call it is for.

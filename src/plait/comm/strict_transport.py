@@ -19,7 +19,7 @@ from torch import Tensor
 
 from plait.comm.monitor import ranks_text
 from plait.comm.protocol import CHANNELS
-from plait.comm.thread_transport import Call, Combine, Meeting, Meetings, Own, ThreadComm, ThreadWork, call_text
+from plait.comm.thread_transport import Combine, CommCall, Meeting, Meetings, Own, ThreadComm, ThreadWork, call_text
 from plait.errors import WorldError
 
 Communicator = tuple[str, tuple[int, ...]]  # the axis, and global ranks: of the group, or from sender to receiver
@@ -54,7 +54,9 @@ class Queues(Meetings):
     def __init__(self, num_ranks: int) -> None:
         super().__init__(num_ranks)
         self._queues: dict[Communicator, dict[int, deque[_Operation]]] = {}
-        self._messages: dict[int, dict[int, Call]] = {rank: {} for rank in range(num_ranks)}  # not waited for, by rank
+        self._messages: dict[int, dict[int, CommCall]] = {
+            rank: {} for rank in range(num_ranks)
+        }  # not waited for, by rank
 
     def comm(self, ranks: tuple[int, ...], index: int, axis: str) -> StrictComm:
         return StrictComm(ranks, index, axis, self)
@@ -70,7 +72,7 @@ class Queues(Meetings):
     def enqueue(
         self,
         communicator: Communicator,
-        call: Call,
+        call: CommCall,
         rank: int,
         ends: tuple[int, int] | None,
         tensor: Tensor,

@@ -17,7 +17,7 @@ from plait.comm.monitor import ranks_text, timeout
 from plait.comm.protocol import Take, Work
 from plait.errors import RankFailed, WorldError
 
-Call = tuple[Any, ...]  # name, detail, dtype, shape: equal on all ranks of a collective
+CommCall = tuple[Any, ...]  # name, detail, dtype, shape: equal on all ranks of a collective
 Combine = Callable[[list[torch.Tensor]], torch.Tensor]
 Own = Callable[[torch.Tensor], torch.Tensor]
 
@@ -27,7 +27,7 @@ class Meeting:
 
     __slots__ = ("brought", "call", "done", "error", "here", "late", "num_left", "ranks", "result", "since")
 
-    def __init__(self, call: Call, ranks: tuple[int, ...]) -> None:
+    def __init__(self, call: CommCall, ranks: tuple[int, ...]) -> None:
         self.call = call
         self.ranks = ranks
         self.here: set[int] = set()
@@ -89,7 +89,7 @@ class Meetings:
             for meeting in self._open.values():
                 self._check_absent(meeting)
 
-    def bring(self, key: Any, call: Call, ranks: tuple[int, ...], index: int, tensor: torch.Tensor,
+    def bring(self, key: Any, call: CommCall, ranks: tuple[int, ...], index: int, tensor: torch.Tensor,
               combine: Combine) -> Meeting:  # fmt: skip
         """Join a meeting with a tensor. The last rank to join computes the result."""
         with self._lock:
@@ -345,7 +345,7 @@ def _as_it_is(result: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def call_text(call: Call) -> str:
+def call_text(call: CommCall) -> str:
     if len(call) == 1:
         return str(call[0])
     name, detail, axis, dtype, shape = call

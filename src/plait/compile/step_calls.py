@@ -20,11 +20,19 @@ from plait.compile.ops import CollectiveKind, Communication
 from plait.compile.rank_program import RankProgram, runs_on
 from plait.compile.stages.stage_graphs import edges_of
 from plait.compile.step_collectives import Collective, sent_by
-from plait.cost.step_program import AxisCollective, Call, CollectiveCall, CopyCall, OpCall, PipelineCalls, StepProgram
+from plait.cost.step_program import (
+    AxisCollective,
+    CollectiveCall,
+    CopyCall,
+    OpCall,
+    PipelineCalls,
+    ProgramCall,
+    StepProgram,
+)
 from plait.plan.axes import stage_axis
 from plait.plan.sharding_plan import DEVICE, Gather, ShardingPlan
 from plait.schedule.buckets import bucket_limit, split_buckets
-from plait.schedule.readiness import Place
+from plait.schedule.readiness import RankAction
 from plait.spec.action import BACKWARD, SEND, WEIGHT, Action
 
 _KINDS = {kind.title: kind for kind in CollectiveKind}
@@ -35,7 +43,7 @@ def step_program(
     graphs: Mapping[str, Graph],
     rows: int,
     tokens: int,
-    updates: tuple[tuple[Call, ...], ...] = ((),),
+    updates: tuple[tuple[ProgramCall, ...], ...] = ((),),
     batch_bytes: int = 0,
 ) -> StepProgram:
     """Describe a step.
@@ -68,7 +76,7 @@ def step_program(
     )
 
 
-def calls_of(graph: Graph, program: RankProgram) -> Iterator[Call]:
+def calls_of(graph: Graph, program: RankProgram) -> Iterator[ProgramCall]:
     """The calls of a graph, in order. Of a graph with parallel branches, those of the rank that has most."""
     mesh, sharding = program.plan.mesh, program.sharding
     sizes = {axis: mesh.axis_size(axis) for axis in mesh.communicators}
@@ -141,7 +149,7 @@ def _wait_of(calls: list[CollectiveCall], begun: int, size: int) -> CollectiveCa
     )
 
 
-def _call(node: Node, sizes: Mapping[str, int], sharding: ShardingPlan, place: Mapping[Node, int]) -> Call:
+def _call(node: Node, sizes: Mapping[str, int], sharding: ShardingPlan, place: Mapping[Node, int]) -> ProgramCall:
     row, phase = op_spec_of(node), phase_of(node)
     if row.communicates is not None:
         return _collective(node, row.communicates, sizes, place, phase)
@@ -263,7 +271,7 @@ def _pipeline_calls(program: RankProgram) -> PipelineCalls:
             if cell[1] in stages:
                 num = schedule.num_micro_of(rank, stages.index(cell[1]))
                 micro_graphs[rank, cell] = program.micro_graphs_of_cell(cell, num)
-    messages: dict[Place, int] = {}
+    messages: dict[RankAction, int] = {}
     made: dict[Any, list[Any]] = defaultdict(list)
     for value in cells.values:
         made[value.source].append(value)

@@ -22,7 +22,7 @@ _BINS = 8  # of memory, for a factor of 2: of each the fastest plan is kept
 
 # (lower bound of the time, index of the space, rows, outline), the fastest first
 _Outlines = list[tuple[float, int, int, Parallelism]]
-Progress = Callable[[str, int, int], None]  # (what is done, how many are done, of how many)
+SearchProgress = Callable[[str, int, int], None]  # (what is done, how many are done, of how many)
 
 # What is looked through one after the other: values off the device cost time, and are worth it only where more fits.
 _PASSES: tuple[tuple[str, Callable[[Homes], bool]], ...] = (
@@ -112,7 +112,7 @@ def explore(
     rows: tuple[int, ...],
     limits: Limits,
     memory: float,
-    tell: Progress,
+    tell: SearchProgress,
     smaller: bool,
     goal: Goal,
 ) -> KeptSteps:
@@ -133,7 +133,7 @@ def explore(
 
 
 def _look(
-    evaluator: PlanEvaluator, spaces: Sequence[PlanSpace], kept: KeptSteps, memory: float, tell: Progress
+    evaluator: PlanEvaluator, spaces: Sequence[PlanSpace], kept: KeptSteps, memory: float, tell: SearchProgress
 ) -> None:
     """Offer the plans of the spaces, by a lower bound of their time: first with all on the device, then what homes
     could make faster. What takes more memory at least is looked at last: if other plans fit, for the strategies that it
@@ -197,7 +197,7 @@ def _find_nearest(
     outlines: _Outlines,
     kept: KeptSteps,
     memory: float,
-    tell: Progress,
+    tell: SearchProgress,
 ) -> None:
     """Offer the plans that may come nearest to what a rank may take: by a lower bound of their memory, until that is
     above what a plan takes."""

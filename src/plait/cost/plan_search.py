@@ -22,7 +22,7 @@ from plait.cost.found_plans import (
     main_difference,
 )
 from plait.cost.memory_model import human_bytes
-from plait.cost.outline_search import KeptSteps, Progress, devices_enough, explore
+from plait.cost.outline_search import KeptSteps, SearchProgress, devices_enough, explore
 from plait.cost.plan_evaluator import PlanEvaluator, RoughStep
 from plait.errors import PlanError, Refusal
 from plait.plan.legality import refusals
@@ -41,7 +41,7 @@ def search(
     rows: tuple[int, ...],
     limits: Limits,
     memory: float | None = None,
-    progress: Progress | None = None,
+    progress: SearchProgress | None = None,
     smaller: bool = True,
     goal: Goal = TOKENS,
 ) -> FoundPlans:

@@ -14,12 +14,14 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from plait.cost.step_program import AxisCollective, Call, CollectiveCall, CopyCall, OpCall
+from plait.cost.step_program import AxisCollective, CollectiveCall, CopyCall, OpCall, ProgramCall
 
 _AHEAD = (16, 8, 4, 2, 1)  # calls that are alike after one that is not, the most first
 
 
-def with_layers(fewer: Sequence[Call], more: Sequence[Call], times: int) -> tuple[Call, ...] | None:
+def with_layers(
+    fewer: Sequence[ProgramCall], more: Sequence[ProgramCall], times: int
+) -> tuple[ProgramCall, ...] | None:
     """The calls of a graph that has what `more` has beyond `fewer` so many times; 0 gives `fewer`, and 1 `more`.
 
     None if the calls of `fewer` are not all in `more` in their order.
@@ -27,7 +29,7 @@ def with_layers(fewer: Sequence[Call], more: Sequence[Call], times: int) -> tupl
     added = _added(fewer, more)
     if added is None:
         return None
-    found: list[tuple[Call, int]] = []  # with the position in `more`
+    found: list[tuple[ProgramCall, int]] = []  # with the position in `more`
     at = 0
     while at < len(more):
         if not added[at]:
@@ -42,7 +44,7 @@ def with_layers(fewer: Sequence[Call], more: Sequence[Call], times: int) -> tupl
     return _with_bytes(_linked(found, more), fewer, more, times)
 
 
-def _added(fewer: Sequence[Call], more: Sequence[Call]) -> list[bool] | None:
+def _added(fewer: Sequence[ProgramCall], more: Sequence[ProgramCall]) -> list[bool] | None:
     """Which calls of `more` are not those of `fewer`: runs of calls, each as short as can be, after which the calls are
     alike for a while."""
     few, many = [_looks(call) for call in fewer], [_looks(call) for call in more]
@@ -65,7 +67,7 @@ def _added(fewer: Sequence[Call], more: Sequence[Call]) -> list[bool] | None:
     return found if at == len(few) else None
 
 
-def _looks(call: Call) -> tuple[object, ...]:
+def _looks(call: ProgramCall) -> tuple[object, ...]:
     """What calls of equal layers have in common."""
     if isinstance(call, CollectiveCall):
         return (call.part, call.lane, tuple(each.kind for each in call.transfers), call.phase)
@@ -75,10 +77,10 @@ def _looks(call: Call) -> tuple[object, ...]:
     return (name if call.num_bytes == 0 or "..." in call.signature else call.signature, call.phase)
 
 
-def _linked(found: Sequence[tuple[Call, int]], more: Sequence[Call]) -> tuple[Call, ...]:
+def _linked(found: Sequence[tuple[ProgramCall, int]], more: Sequence[ProgramCall]) -> tuple[ProgramCall, ...]:
     """The calls, with each wait at the earliest start like its own that nothing has waited for."""
     begun: dict[tuple[object, ...], deque[int]] = defaultdict(deque)
-    result: list[Call] = []
+    result: list[ProgramCall] = []
     for call, _ in found:
         if not isinstance(call, OpCall):
             if call.part == "start":
@@ -90,7 +92,9 @@ def _linked(found: Sequence[tuple[Call, int]], more: Sequence[Call]) -> tuple[Ca
     return tuple(result)
 
 
-def _with_bytes(calls: tuple[Call, ...], fewer: Sequence[Call], more: Sequence[Call], times: int) -> tuple[Call, ...]:
+def _with_bytes(
+    calls: tuple[ProgramCall, ...], fewer: Sequence[ProgramCall], more: Sequence[ProgramCall], times: int
+) -> tuple[ProgramCall, ...]:
     """The calls, whose collectives have the bytes of all layers."""
     have, one, two = (_held(each) for each in (calls, fewer, more))
     factor = {key: (one[key] + times * (two[key] - one[key])) / num for key, num in have.items() if num}
@@ -102,7 +106,7 @@ def _with_bytes(calls: tuple[Call, ...], fewer: Sequence[Call], more: Sequence[C
     return tuple(scaled(call) if isinstance(call, CollectiveCall) else call for call in calls)
 
 
-def _held(calls: Sequence[Call]) -> Counter[tuple[object, ...]]:
+def _held(calls: Sequence[ProgramCall]) -> Counter[tuple[object, ...]]:
     """Bytes of collectives, by what they are."""
     found: Counter[tuple[object, ...]] = Counter()
     for call in calls:

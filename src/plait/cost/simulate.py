@@ -13,7 +13,7 @@ from plait.cost.costs import Costs
 from plait.errors import PlanError
 from plait.schedule.check import check_runs
 from plait.schedule.in_flight import microbatches_in_flight
-from plait.schedule.readiness import Edges, Place, chain
+from plait.schedule.readiness import Edges, RankAction, chain
 from plait.schedule.topological_order import TopologicalOrder, start_times, topological_order
 from plait.spec.action import BACKWARD, FORWARD, REDUCE, SEND, STEP, WEIGHT, Action
 from plait.spec.schedule import Schedule
@@ -61,11 +61,11 @@ def _seconds(schedule: Schedule, costs: Costs, rank: int, action: Action) -> flo
 
 
 def _spans(
-    schedule: Schedule, costs: Costs, found: TopologicalOrder, times: dict[Place, tuple[float, float]]
+    schedule: Schedule, costs: Costs, found: TopologicalOrder, times: dict[RankAction, tuple[float, float]]
 ) -> list[Span]:
     """Spans of actions, of waits, and of transfers, which overlap with actions."""
     spans: list[Span] = []
-    sent: dict[tuple[Place, int], Span] = {}
+    sent: dict[tuple[RankAction, int], Span] = {}
     for rank, actions in enumerate(schedule.ranks):
         free = 0.0
         for action in actions:
@@ -91,7 +91,10 @@ def _spans(
 
 
 def held(
-    schedule: Schedule, costs: Costs, times: Mapping[Place, tuple[float, float]], ranks: Iterable[int] | None = None
+    schedule: Schedule,
+    costs: Costs,
+    times: Mapping[RankAction, tuple[float, float]],
+    ranks: Iterable[int] | None = None,
 ) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
     """Samples of the bytes held and of the microbatches in flight, from the times of actions. `ranks` defaults to all
     ranks."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from plait.cost.collective_time import CollectiveKind
-from plait.schedule.readiness import Cell, Edges, Place
+from plait.schedule.readiness import Cell, Edges, RankAction
 from plait.spec.mesh import Mesh
 from plait.spec.schedule import Schedule
 
@@ -99,10 +99,10 @@ class CopyCall:
     home: str = "host"
 
 
-Call = OpCall | CollectiveCall | CopyCall
+ProgramCall = OpCall | CollectiveCall | CopyCall
 
 
-def moved_by(calls: Sequence[Call], by: int) -> tuple[Call, ...]:
+def moved_by(calls: Sequence[ProgramCall], by: int) -> tuple[ProgramCall, ...]:
     """The calls of a list that stands `by` places later in another: waits name the places of their starts."""
     return tuple(
         call if isinstance(call, OpCall) or call.begun < 0 else replace(call, begun=call.begun + by) for call in calls
@@ -128,7 +128,7 @@ class PipelineCalls:
     schedule: Schedule
     edges: Edges
     micro_graphs: Mapping[tuple[int, Cell], tuple[str, ...]]
-    messages: Mapping[Place, int]
+    messages: Mapping[RankAction, int]
     exchanged: tuple[int, ...] = ()
     after: tuple[CollectiveCall, ...] = ()
 
@@ -151,9 +151,9 @@ class StepProgram:
     """
 
     mesh: Mesh
-    graphs: Mapping[str, tuple[Call, ...]]
+    graphs: Mapping[str, tuple[ProgramCall, ...]]
     micro_graphs: tuple[str, ...]
-    updates: tuple[tuple[Call, ...], ...]
+    updates: tuple[tuple[ProgramCall, ...], ...]
     pipeline: PipelineCalls | None = None
     rows: int = 1
     tokens: int = 1

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 
 from plait.cost.collective_time import CollectiveKind, collective_time, send_time
 from plait.cost.op_time import CallTimes
-from plait.cost.step_program import AxisCollective, Call, CollectiveCall, CopyCall, OpCall, StepProgram
+from plait.cost.step_program import AxisCollective, CollectiveCall, CopyCall, OpCall, ProgramCall, StepProgram
 from plait.errors import PlanError, Refusal
 from plait.schedule.in_flight import microbatches_in_flight
-from plait.schedule.readiness import Cell, Place
+from plait.schedule.readiness import Cell, RankAction
 from plait.schedule.shared_cores import shared_times
 from plait.schedule.topological_order import start_times, topological_order
 from plait.spec.action import BACKWARD, FORWARD, SEND, STEP, WEIGHT, Action
@@ -91,7 +91,7 @@ class StepSimulator:
         found = self._alone(program) if program.pipeline is None else self._piped(program)
         return replace(found, sent=self._most_sent(program))
 
-    def graph(self, program: StepProgram, calls: Sequence[Call], place: int) -> GraphTime:
+    def graph(self, program: StepProgram, calls: Sequence[ProgramCall], place: int) -> GraphTime:
         """The time of a graph's calls on the rank at a place. In a pipeline it is at the speed of measured calls."""
         speed = 1.0
         if program.pipeline is None:
@@ -234,13 +234,13 @@ class StepSimulator:
             last = max(last, now)
         return last, updates
 
-    def _work_of(self, program: StepProgram) -> dict[Place, GraphTime]:
+    def _work_of(self, program: StepProgram) -> dict[RankAction, GraphTime]:
         """The time of each action that computes."""
         pipeline = program.pipeline
         assert pipeline is not None
         schedule = pipeline.schedule
         graphs: dict[tuple[str, int], GraphTime] = {}
-        found: dict[Place, GraphTime] = {}
+        found: dict[RankAction, GraphTime] = {}
         for rank, actions in enumerate(schedule.ranks):
             counts: Counter[Cell] = Counter()
             for action in actions:
@@ -297,7 +297,7 @@ class StepSimulator:
         return max(found, key=lambda each: sum(each.values()), default={})
 
 
-def _begun(calls: Iterable[Call]) -> list[AxisCollective]:
+def _begun(calls: Iterable[ProgramCall]) -> list[AxisCollective]:
     return [
         each for call in calls if isinstance(call, CollectiveCall) and call.part != "wait" for each in call.transfers
     ]
@@ -319,7 +319,7 @@ class _Timeline:
         self._since = 0.0
         self._kind = ""
 
-    def run(self, calls: Sequence[Call]) -> GraphTime:
+    def run(self, calls: Sequence[ProgramCall]) -> GraphTime:
         for index, call in enumerate(calls):
             if isinstance(call, OpCall):
                 self._compute(call)
@@ -423,7 +423,10 @@ def _moved(span: Span, rank: int, by: float, micro: int | None) -> Span:
 
 
 def _schedule_spans(
-    program: StepProgram, times: Mapping[Place, tuple[float, float]], delays: Mapping[Place, float], begin: float
+    program: StepProgram,
+    times: Mapping[RankAction, tuple[float, float]],
+    delays: Mapping[RankAction, float],
+    begin: float,
 ) -> Iterable[Span]:
     """Spans of actions, of waits before them, and of messages, which overlap with actions."""
     pipeline = program.pipeline
@@ -445,7 +448,7 @@ def _schedule_spans(
             free = max(free, end)
 
 
-def _in_flight(schedule: Schedule, times: Mapping[Place, tuple[float, float]], at: float) -> Iterable[Sample]:
+def _in_flight(schedule: Schedule, times: Mapping[RankAction, tuple[float, float]], at: float) -> Iterable[Sample]:
     for rank in range(schedule.num_ranks):
         count = 0
         yield Sample(rank, 0.0, 0)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plait.backends.xla.element_update import State, UpdateOfKind, check_lowered
+from plait.backends.xla.element_update import StateArrays, UpdateOfKind, check_lowered
 from plait.backends.xla.jax_arrays import put, to_torch
 from plait.backends.xla.lowerings.table import jax_dtype, torch_dtype
 from plait.backends.xla.settings import as_in_torch
@@ -62,7 +62,7 @@ class XlaUpdate:
         if isinstance(optimizer, CombinedOptimizer):
             self._members = list(optimizer.members.values())
         self._names: dict[Tensor, str] = {p: name for name, p in executor.own_parameters.items()}
-        self._state: State = {}
+        self._state: StateArrays = {}
         self._counts: dict[str, dict[str, Any]] = {}
         self._seen: dict[str, dict[str, tuple[Any, int]]] = {}  # what the host had when both were equal
         self._newer: set[str] = set()  # parameters whose state on the devices is newer
@@ -220,10 +220,10 @@ class XlaUpdate:
         trained = {name: arrays[name] for update in planned.updates for name in update.names}
         return trained, {name: array for name, array in arrays.items() if name not in trained}
 
-    def _of(self, planned: _Planned) -> State:
+    def _of(self, planned: _Planned) -> StateArrays:
         return {name: self._state.get(name, {}) for name in planned.counts}
 
-    def _take_over(self, planned: _Planned, new: dict[str, Any], state: State, norm: Any, finite: Any) -> None:
+    def _take_over(self, planned: _Planned, new: dict[str, Any], state: StateArrays, norm: Any, finite: Any) -> None:
         self._executor.replace_parameters(new)
         self._state |= state
         updated = bool(finite)

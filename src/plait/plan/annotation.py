@@ -19,10 +19,10 @@ from plait.spec.layout import REPLICATE, Only, Placement, Shard, check_shard, pa
 from plait.spec.mesh import Mesh
 
 Annotations = Mapping[str, str]
-Placements = dict[str, Placement]  # by axis
+AxisPlacements = dict[str, Placement]  # by axis
 
 
-def parse_annotation(text: str, shape: tuple[int, ...], mesh: Mesh, name: str) -> Placements:
+def parse_annotation(text: str, shape: tuple[int, ...], mesh: Mesh, name: str) -> AxisPlacements:
     """The placement along each axis of the mesh that an annotation gives a parameter of `shape` called `name`.
 
     Raises:
@@ -41,7 +41,7 @@ def parse_annotation(text: str, shape: tuple[int, ...], mesh: Mesh, name: str) -
         raise LayoutError(
             f"{text!r} has {len(words)} dims but {name} has shape {list(shape)}; give one word for each dim"
         )
-    found_placements: Placements = dict.fromkeys(mesh.names, REPLICATE)
+    found_placements: AxisPlacements = dict.fromkeys(mesh.names, REPLICATE)
     left = shape
     for dim, word in enumerate(words):
         if word == "-":
@@ -66,13 +66,13 @@ def parse_annotation(text: str, shape: tuple[int, ...], mesh: Mesh, name: str) -
 
 def resolve_annotations(
     annotations: Annotations, shapes: Mapping[str, tuple[int, ...]], mesh: Mesh
-) -> dict[str, Placements]:
+) -> dict[str, AxisPlacements]:
     """The placements of every parameter that a pattern matches, by name.
 
     Raises:
         LayoutError: a pattern matches no parameter, or its text does not fit one.
     """
-    resolved: dict[str, Placements] = {}
+    resolved: dict[str, AxisPlacements] = {}
     for pattern, text in annotations.items():
         names = [name for name in shapes if fnmatch.fnmatchcase(name, pattern)]
         if not names:

@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterable, Sequence
 from plait.spec.action import BACKWARD, FORWARD, WEIGHT, Action
 from plait.spec.schedule import Schedule
 
-Placement = tuple[tuple[int, ...], ...]
+StagePlacement = tuple[tuple[int, ...], ...]
 
 
-def round_robin(num_ranks: int, chunks: int = 1) -> Placement:
+def round_robin(num_ranks: int, chunks: int = 1) -> StagePlacement:
     """Rank r has stages r, r + num_ranks, ..."""
     return tuple(tuple(chunk * num_ranks + rank for chunk in range(chunks)) for rank in range(num_ranks))
 
 
-def v_shape(num_ranks: int) -> Placement:
+def v_shape(num_ranks: int) -> StagePlacement:
     """Two stages per rank, placed like a V: rank 0 has the first and the last."""
     return tuple((rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks))
 
 
-def make(name: str, num_micro: int, stages: Placement, actions: Callable[[int], Iterable[Action]]) -> Schedule:
+def make(name: str, num_micro: int, stages: StagePlacement, actions: Callable[[int], Iterable[Action]]) -> Schedule:
     """A schedule from a function that returns the actions of a rank.
 
     The function may pad the microbatches. Actions of microbatches from `num_micro` on are left out, and ranks wait in

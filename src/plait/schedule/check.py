@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 from plait.errors import ScheduleError
-from plait.schedule.readiness import Edges, Place, chain
+from plait.schedule.readiness import Edges, RankAction, chain
 from plait.schedule.schedule_grid import draw_grid
 from plait.schedule.topological_order import topological_order
 from plait.spec.action import BACKWARD, FORWARD, RECV, REDUCE, SEND, STEP, WEIGHT, Action
@@ -186,7 +186,7 @@ def _exists(schedule: Schedule, rank: int, action: Action) -> bool:
     return action.chunk < len(chunks) and (action.micro or 0) < schedule.num_micro
 
 
-def _circle(waits: dict[int, Place]) -> list[int]:
+def _circle(waits: dict[int, RankAction]) -> list[int]:
     """A cycle of ranks, each of which waits for the next; without a cycle, the rank on which the others wait."""
     seen: list[int] = []
     rank = min(waits)
@@ -196,11 +196,11 @@ def _circle(waits: dict[int, Place]) -> list[int]:
     return seen[seen.index(rank) :] if rank in seen else seen[-1:]
 
 
-def _who(place: Place) -> str:
+def _who(place: RankAction) -> str:
     return f"{place[1]} of rank {place[0]}"
 
 
-def _fail(schedule: Schedule, edges: Edges, message: str, marks: dict[Place, int]) -> None:
+def _fail(schedule: Schedule, edges: Edges, message: str, marks: dict[RankAction, int]) -> None:
     known = [
         tuple(each for each in actions if _exists(schedule, rank, each)) for rank, actions in enumerate(schedule.ranks)
     ]

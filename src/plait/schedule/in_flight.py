@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from plait.schedule.readiness import Edges, Place
+from plait.schedule.readiness import Edges, RankAction
 from plait.schedule.topological_order import topological_order
 from plait.spec.action import BACKWARD, FORWARD, SEND, WEIGHT, Action
 from plait.spec.schedule import Schedule
@@ -44,7 +44,7 @@ def completed_sends(schedule: Schedule, edges: Edges, rank: int) -> dict[Action,
     """
     found = topological_order(schedule, edges)
     clocks = [[0] * schedule.num_ranks for _ in range(schedule.num_ranks)]  # per rank: actions known done, by rank
-    after: dict[Place, tuple[int, ...]] = {}
+    after: dict[RankAction, tuple[int, ...]] = {}
     at_send: dict[Action, tuple[int, ...]] = {}  # this rank's clock when it comes to each of its SENDs
     receivers: dict[Action, tuple[int, int]] = {}  # rank, and position in its list, at which each SEND is complete
     for peer, action in found.order:

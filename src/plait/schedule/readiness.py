@@ -16,7 +16,7 @@ from plait.spec.schedule import Schedule
 
 Cell = tuple[str, int]
 Edges = frozenset[tuple[Cell, Cell]]
-Place = tuple[int, Action]  # an action and the rank that does it
+RankAction = tuple[int, Action]  # an action and the rank that does it
 
 
 def chain(num_stages: int, skips: Iterable[tuple[int, int]] = ()) -> Edges:
@@ -36,7 +36,7 @@ def producers(edges: Edges) -> Mapping[Cell, tuple[Cell, ...]]:
     return {consumer: tuple(cells) for consumer, cells in found.items()}
 
 
-def place_of(schedule: Schedule, of: Cell, micro: int) -> Place:
+def place_of(schedule: Schedule, of: Cell, micro: int) -> RankAction:
     """The rank and action of a cell for a microbatch. The W of a backward that is not split is its B."""
     kind, stage = of
     rank, chunk = schedule.where(stage, micro)
@@ -45,7 +45,7 @@ def place_of(schedule: Schedule, of: Cell, micro: int) -> Place:
     return rank, cell(kind, micro, chunk)
 
 
-def needs(schedule: Schedule, rank: int, action: Action, edges: Edges) -> tuple[Place, ...]:
+def needs(schedule: Schedule, rank: int, action: Action, edges: Edges) -> tuple[RankAction, ...]:
     """The actions, with their ranks, that must be done before `rank` may run `action`, besides earlier ones on `rank`.
 
     A value from another rank needs the SEND there and the RECV here, if the schedule has transfers. A RECV is posted at
@@ -72,7 +72,7 @@ def needs(schedule: Schedule, rank: int, action: Action, edges: Edges) -> tuple[
         return ()
     assert action.micro is not None
     stage, micro = schedule.stages[rank][action.chunk], action.micro
-    found: dict[Place, None] = {}
+    found: dict[RankAction, None] = {}
     if action.kind != FORWARD:
         before = FORWARD if action.kind == BACKWARD else BACKWARD
         found[rank, cell(before, micro, action.chunk)] = None
@@ -100,7 +100,7 @@ def shared(groups: Iterable[Iterable[int]]) -> Edges:
     return frozenset(((WEIGHT, a), (REDUCE, b)) for a, b in pairs)
 
 
-def _backwards(schedule: Schedule, rank: int, chunks: set[int]) -> list[Place]:
+def _backwards(schedule: Schedule, rank: int, chunks: set[int]) -> list[RankAction]:
     """The actions that complete the gradients of these chunks of a rank."""
     found = [each for each in schedule.ranks[rank] if each.kind == BACKWARD and each.chunk in chunks]
     return [(rank, schedule.last_backward(rank, each.micro, each.chunk)) for each in found if each.micro is not None]

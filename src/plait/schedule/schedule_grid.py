@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from plait.schedule.readiness import Edges, Place
+from plait.schedule.readiness import Edges, RankAction
 from plait.schedule.topological_order import unit_steps
 from plait.spec.schedule import Schedule
 
 _WIDTH, _RANKS = 112, 16  # characters and ranks shown around a mark
 
 
-def draw_grid(schedule: Schedule, edges: Edges, marks: Mapping[Place, int] | None = None) -> str:
+def draw_grid(schedule: Schedule, edges: Edges, marks: Mapping[RankAction, int] | None = None) -> str:
     """The schedule as a grid.
 
     marks  actions to show in brackets, each with a column. An action that cannot run is drawn in that column, or for -1
@@ -28,7 +28,7 @@ def draw_grid(schedule: Schedule, edges: Edges, marks: Mapping[Place, int] | Non
         if action.computes:
             rows[rank][start] = f"[{action}]" if (rank, action) in (marks or {}) else str(action)
             rows[rank].update((step, "==") for step in range(start + 1, end))
-    focus: Place | None = None
+    focus: RankAction | None = None
     step = 0
     for (rank, action), wanted in (marks or {}).items():
         if f"[{action}]" in rows[rank].values():

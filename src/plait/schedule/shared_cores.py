@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from plait.schedule.readiness import Place
+from plait.schedule.readiness import RankAction
 from plait.schedule.topological_order import Delay, Duration, TopologicalOrder
 from plait.spec.action import SEND, Action
 from plait.spec.schedule import Schedule
@@ -13,10 +13,10 @@ from plait.spec.schedule import Schedule
 
 def shared_times(
     schedule: Schedule, found: TopologicalOrder, duration: Duration, delay: Delay, speed: Callable[[int], float]
-) -> dict[Place, tuple[float, float]]:
+) -> dict[RankAction, tuple[float, float]]:
     """Start and end of each action where ranks share the cores of a host: `speed(num)` is that of each of `num` ranks
     that compute at the same time. Otherwise as `start_times`."""
-    times: dict[Place, tuple[float, float]] = {}
+    times: dict[RankAction, tuple[float, float]] = {}
     at = [0] * schedule.num_ranks
     running: dict[int, tuple[Action, float, float]] = {}  # by rank: action, start, seconds left at speed 1
     now = 0.0

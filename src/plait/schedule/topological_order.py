@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from plait.schedule.readiness import Edges, Place, needs
+from plait.schedule.readiness import Edges, RankAction, needs
 from plait.spec.action import BACKWARD, SEND, Action
 from plait.spec.schedule import Schedule
 
@@ -23,19 +23,19 @@ class TopologicalOrder:
         needs: for each action that a rank came to, what it needs.
     """
 
-    order: tuple[Place, ...]
+    order: tuple[RankAction, ...]
     stopped: tuple[int, ...]
-    waits: dict[int, Place]
-    needs: dict[Place, tuple[Place, ...]]
+    waits: dict[int, RankAction]
+    needs: dict[RankAction, tuple[RankAction, ...]]
 
 
 @lru_cache(maxsize=8)
 def topological_order(schedule: Schedule, edges: Edges) -> TopologicalOrder:
     """Advance every rank past each action whose needs are done, until no rank can go on."""
-    at, done, order = [0] * schedule.num_ranks, set[Place](), list[Place]()
-    waiting: dict[Place, list[int]] = defaultdict(list)
-    waits: dict[int, Place] = {}
-    needed: dict[Place, tuple[Place, ...]] = {}
+    at, done, order = [0] * schedule.num_ranks, set[RankAction](), list[RankAction]()
+    waiting: dict[RankAction, list[int]] = defaultdict(list)
+    waits: dict[int, RankAction] = {}
+    needed: dict[RankAction, tuple[RankAction, ...]] = {}
     ready = deque(range(schedule.num_ranks))
     while ready:
         rank = ready.popleft()
@@ -63,10 +63,10 @@ Delay = Callable[[int, Action, int, Action], float]  # of a value: producing ran
 
 def start_times(
     num_ranks: int, found: TopologicalOrder, duration: Duration, delay: Delay
-) -> dict[Place, tuple[float, float]]:
+) -> dict[RankAction, tuple[float, float]]:
     """Start and end of each action, as early as possible. A value of another rank arrives `delay` after its action."""
     free = [0.0] * num_ranks
-    times: dict[Place, tuple[float, float]] = {}
+    times: dict[RankAction, tuple[float, float]] = {}
     for rank, action in found.order:
         start = free[rank]
         for peer, made in found.needs[rank, action]:
@@ -80,7 +80,7 @@ def start_times(
     return times
 
 
-def unit_steps(schedule: Schedule, edges: Edges) -> dict[Place, tuple[int, int]]:
+def unit_steps(schedule: Schedule, edges: Edges) -> dict[RankAction, tuple[int, int]]:
     """Start and end of the actions that can run, if F, B and W each take 1, an unsplit backward 2, and all else 0."""
 
     def duration(rank: int, action: Action) -> float:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from plait.schedule.readiness import Edges, Place, needs
+from plait.schedule.readiness import Edges, RankAction, needs
 from plait.spec.action import RECV, REDUCE, SEND, STEP, Action
 from plait.spec.schedule import Schedule
 
@@ -21,7 +21,7 @@ def add_transfers(schedule: Schedule, edges: Edges) -> Schedule:
     if schedule.has_transfers:
         return schedule
     first_use = _first_uses(schedule, edges)
-    after: dict[Place, list[Action]] = defaultdict(list)
+    after: dict[RankAction, list[Action]] = defaultdict(list)
     links: dict[tuple[int, int], list[Action]] = defaultdict(list)  # the results sent from rank to rank, in order
     for (source, made), uses in first_use.items():
         for target in sorted(uses):
@@ -78,9 +78,9 @@ def _num_ranks(schedule: Schedule, group: set[int]) -> int:
     return len({rank for stage in group for rank, _ in schedule.holders(stage)})
 
 
-def _first_uses(schedule: Schedule, edges: Edges) -> dict[Place, dict[int, int]]:
+def _first_uses(schedule: Schedule, edges: Edges) -> dict[RankAction, dict[int, int]]:
     """For each result that other ranks need, the position of its first consumer in each of these ranks' lists."""
-    found: dict[Place, dict[int, int]] = defaultdict(dict)
+    found: dict[RankAction, dict[int, int]] = defaultdict(dict)
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
             if action.computes:

@@ -51,7 +51,7 @@ class ScheduleTask:
 
 # The longest time of a rank from its first action to its last, and the actions.
 TimedActions = tuple[float, list[list[Action]]]
-Rules = Callable[[ScheduleTask], list[TimedActions]]
+ScheduleRules = Callable[[ScheduleTask], list[TimedActions]]
 
 
 def alternating(task: ScheduleTask) -> list[TimedActions]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from plait.errors import PlanError
 from plait.schedule.action_builder import round_robin
-from plait.schedule.zero_bubble_rules import Rules, ScheduleTask, StageSeconds, alternating, in_time
+from plait.schedule.zero_bubble_rules import ScheduleRules, ScheduleTask, StageSeconds, alternating, in_time
 from plait.spec.schedule import Schedule
 
 
@@ -20,7 +20,7 @@ def search_zero_bubble(
     num_micro: int,
     limit: float,
     kept: float = 1.0,
-    rules: Sequence[Rules] = (alternating, in_time),
+    rules: Sequence[ScheduleRules] = (alternating, in_time),
 ) -> Schedule:
     """The schedule with the least cost that is found.
 

@@ -14,7 +14,7 @@ from plait.api.job.metrics import measured_noise
 from plait.api.job.simulate_command import has_shape, read_shape
 from plait.cost.found_plans import FoundPlans, Goal
 from plait.cost.noise_scale import NoiseScale
-from plait.cost.outline_search import Progress
+from plait.cost.outline_search import SearchProgress
 from plait.cost.plan_evaluator import PlanEvaluator
 from plait.cost.plan_search import search
 from plait.cost.shape_evaluator import ShapeEvaluator
@@ -146,7 +146,7 @@ def line_to_run(found: FoundPlans, path: Path, cluster: str, changes: Sequence[s
 
 
 @contextmanager
-def _progress_bar() -> Iterator[Progress]:
+def _progress_bar() -> Iterator[SearchProgress]:
     """A bar on standard error, where that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -23,7 +23,7 @@ class UpdateOfKind:
     names: tuple[str, ...]
 
 
-State = dict[str, dict[str, Any]]  # the optimizer's state: arrays by parameter and key
+StateArrays = dict[str, dict[str, Any]]  # the optimizer's state: arrays by parameter and key
 
 
 def check_lowered(program: ElementProgram, optimizer: str) -> None:
@@ -40,13 +40,13 @@ def updated(
     gradients: Mapping[str, Any],
     state: Mapping[str, Mapping[str, Any]],
     numbers: Sequence[Any],
-) -> tuple[dict[str, Any], State]:
+) -> tuple[dict[str, Any], StateArrays]:
     """The new values of the parameters that are updated, and of their state.
 
     `numbers` has an array for each of `updates`.
     """
     new: dict[str, Any] = {}
-    new_state: State = {}
+    new_state: StateArrays = {}
     for update, given in zip(updates, numbers, strict=True):
         for name in update.names:
             inputs = {PARAMETER: parameters[name], GRADIENT: gradients[name], **state.get(name, {})}

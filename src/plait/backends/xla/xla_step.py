@@ -20,7 +20,7 @@ import torch
 from jax import lax
 from torch.fx import Graph
 
-from plait.backends.xla.element_update import State, UpdateOfKind, updated
+from plait.backends.xla.element_update import StateArrays, UpdateOfKind, updated
 from plait.backends.xla.graph_function import GraphFunction
 from plait.backends.xla.lowerings.table import jax_dtype
 from plait.backends.xla.mesh_shardings import ParameterShardings
@@ -174,7 +174,7 @@ class XlaStep:
         key = (updates, rules)
         if key not in self._combined:
 
-            def run(trained: Arrays, others: Arrays, state: State, inputs: Inputs, numbers: Any) -> Any:
+            def run(trained: Arrays, others: Arrays, state: StateArrays, inputs: Inputs, numbers: Any) -> Any:
                 found, gradients = self._run(trained | others, inputs)
                 loss = found.loss if rules.guards_loss else None
                 return found, *_stepped(self._placed, updates, rules, trained, gradients, state, numbers, loss)
@@ -186,7 +186,7 @@ class XlaStep:
 def update_alone(placed: ParameterShardings, updates: tuple[UpdateOfKind, ...], rules: Rules) -> Callable[..., Any]:
     """The update alone: (parameters, gradients, state, numbers) -> (parameters, state, norm, whether updated)."""
 
-    def run(parameters: Arrays, gradients: Arrays, state: State, numbers: Any) -> Any:
+    def run(parameters: Arrays, gradients: Arrays, state: StateArrays, numbers: Any) -> Any:
         return _stepped(placed, updates, rules, parameters, gradients, state, numbers, None)
 
     return jax.jit(run, donate_argnums=(0, 1, 2))
@@ -194,8 +194,8 @@ def update_alone(placed: ParameterShardings, updates: tuple[UpdateOfKind, ...], 
 
 def _stepped(
     placed: ParameterShardings, updates: Sequence[UpdateOfKind], rules: Rules, parameters: Arrays, gradients: Arrays,
-    state: State, numbers: Any, loss: Any,
-) -> tuple[Arrays, State, Any, Any]:  # fmt: skip
+    state: StateArrays, numbers: Any, loss: Any,
+) -> tuple[Arrays, StateArrays, Any, Any]:  # fmt: skip
     norm = None
     finite = jnp.asarray(True) if loss is None else jnp.isfinite(loss)
     if rules.guards:

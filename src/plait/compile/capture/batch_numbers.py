@@ -23,9 +23,8 @@ from torch.fx.node import map_aggregate
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.late_values import LateNumber, LateValues
 from plait.compile.capture.log_only import is_shown
-from plait.compile.capture.tracked_numbers import Tracked
+from plait.compile.capture.tracked_numbers import PlainNumber, Tracked
 
-Number = int | float
 _LONGEST = 1000  # characters of an expression; longer ones are evaluated for Python at once
 _DTYPES = {"float": torch.float64, "int": torch.int64, "bool": torch.bool}
 
@@ -38,7 +37,7 @@ class Expression:
     function: Callable[..., Any]
     operands: tuple[Any, ...] = ()
 
-    def value(self, numbers: Mapping[str, Number]) -> Any:
+    def value(self, numbers: Mapping[str, PlainNumber]) -> Any:
         """The result for these numbers of the batch."""
         found: dict[int, Any] = {}
 
@@ -51,7 +50,7 @@ class Expression:
 
         return _python(of(self))
 
-    def answer(self, numbers: Mapping[str, Number]) -> str:
+    def answer(self, numbers: Mapping[str, PlainNumber]) -> str:
         """The result as text, with its type unless that is plain; or the error, if there is one."""
         try:
             found = self.value(numbers)
@@ -66,10 +65,10 @@ class NumberAsked:
 
     answers: dict[str, tuple[Expression, str]] = field(default_factory=dict)  # by the expression's text
 
-    def note(self, expression: Expression, numbers: Mapping[str, Number]) -> None:
+    def note(self, expression: Expression, numbers: Mapping[str, PlainNumber]) -> None:
         self.answers[expression.text] = (expression, expression.answer(numbers))
 
-    def fits(self, numbers: Mapping[str, Number]) -> bool:
+    def fits(self, numbers: Mapping[str, PlainNumber]) -> bool:
         """Whether other numbers give the same answers."""
         return all(expression.answer(numbers) == answer for expression, answer in self.answers.values())
 
@@ -93,7 +92,7 @@ class Fed:
     expression: Expression
     dtype: torch.dtype
 
-    def tensor(self, numbers: Mapping[str, Number]) -> Tensor:
+    def tensor(self, numbers: Mapping[str, PlainNumber]) -> Tensor:
         return torch.tensor(self.expression.value(numbers), dtype=self.dtype)
 
 
@@ -103,7 +102,7 @@ class BatchNumbers:
 
     def __init__(
         self,
-        values: Mapping[str, Number],
+        values: Mapping[str, PlainNumber],
         late: LateValues,
         recorder: GraphRecorder,
         fake_mode: Any,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-Number = int | float
+PlainNumber = int | float
 
 
 @dataclass
@@ -15,9 +15,9 @@ class Asked:
     """The uses of one number: conditions on it with their answers; with `used`, Python has used the number itself."""
 
     used: bool = False
-    conditions: list[tuple[Callable[[Number], bool], bool]] = field(default_factory=list)
+    conditions: list[tuple[Callable[[PlainNumber], bool], bool]] = field(default_factory=list)
 
-    def answers(self, value: Number) -> tuple[bool, ...]:
+    def answers(self, value: PlainNumber) -> tuple[bool, ...]:
         """The answers to the conditions for another value."""
         return tuple(condition(value) for condition, _ in self.conditions)
 
@@ -30,12 +30,14 @@ class Tracked:
 
     __slots__ = ("asked", "of", "value")
 
-    def __init__(self, value: Number, asked: Asked, of: Callable[[Number], Any] = lambda value: value) -> None:
+    def __init__(
+        self, value: PlainNumber, asked: Asked, of: Callable[[PlainNumber], Any] = lambda value: value
+    ) -> None:
         self.value = value
         self.asked = asked
         self.of = of  # computes this number from the one that the capture began with
 
-    def plain(self) -> Number:
+    def plain(self) -> PlainNumber:
         self.asked.used = True
         return self.value
 

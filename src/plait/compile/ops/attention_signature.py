@@ -11,7 +11,7 @@ from plait.compile.ops.base import Call, Emit, TensorSpec
 # The dims of a tensor: [B, H, S, D] of queries, [B, H, T, D] of keys, [B, H, S] or [B, H, S, 1], the same with S
 # rounded up, a mask over [B, H, S, T], or others.
 Q, K, LSE, PADDED, MASK, OTHER = "q", "k", "lse", "padded lse", "mask", "other"
-Place = int | str  # of an argument
+ArgumentPlace = int | str  # of an argument
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Signature:
             are cut, in equal blocks.
     """
 
-    inputs: Sequence[tuple[Place, str]]
+    inputs: Sequence[tuple[ArgumentPlace, str]]
     outputs: Sequence[str]
     query: int
     causal: tuple[int, str] | None = None
@@ -44,7 +44,7 @@ class Signature:
         return self.query > 0
 
     @property
-    def mask(self) -> Place | None:
+    def mask(self) -> ArgumentPlace | None:
         """Where the mask is, of an op that takes one."""
         return next((place for place, look in self.inputs if look == MASK), None)
 

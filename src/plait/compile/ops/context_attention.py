@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from plait.compile.ops import comm_ops
-from plait.compile.ops.attention_signature import LSE, MASK, SIGNATURES, K, Place, Q, Signature
+from plait.compile.ops.attention_signature import LSE, MASK, SIGNATURES, ArgumentPlace, K, Q, Signature
 from plait.compile.ops.base import REPLICATE, Builder, Call, Partial, Placement, Shard, Strategy, TensorSpec
 from plait.spec.layout import Blocks
 
@@ -108,18 +108,18 @@ class _Writer:
     def _mask(self) -> Node | None:
         return None if self.signature.mask is None else self._get(self.signature.mask)
 
-    def _get(self, place: Place) -> Any:
+    def _get(self, place: ArgumentPlace) -> Any:
         if isinstance(place, str):
             return self.kwargs.get(place)
         return self.args[place] if place < len(self.args) else None
 
-    def _set(self, place: Place, value: Any) -> None:
+    def _set(self, place: ArgumentPlace, value: Any) -> None:
         if isinstance(place, str):
             self.kwargs[place] = value
         else:
             self.args[place] = value
 
-    def _index(self, place: Place | None) -> int:
+    def _index(self, place: ArgumentPlace | None) -> int:
         assert place is not None
         spec = self.call.kwargs[place] if isinstance(place, str) else self.call.args[place]
         assert isinstance(spec, TensorSpec)

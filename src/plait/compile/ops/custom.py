@@ -11,7 +11,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from plait.compile.ops.base import Call, Factor, OpSpec, TensorSpec, register
 from plait.errors import LayoutError
 
-Part = tuple[str, ...]  # the names of one tensor's dims
+DimNames = tuple[str, ...]  # the names of one tensor's dims
 _TENSORS = ("Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]")
 _texts: dict[OpOverload, str] = {}  # by op, for rows that are made here
 
@@ -88,7 +88,7 @@ def _factors(op: OpOverload, text: str) -> Callable[[Call], Sequence[Factor]]:
     names = sorted({name for part in inputs for name in part if name.islower()})
 
     def factors(call: Call) -> list[Factor]:
-        given: dict[int, Part] = {}
+        given: dict[int, DimNames] = {}
         for (position, name), part in zip(takes, inputs, strict=True):
             value = call.arg(position, name)
             for spec in value if isinstance(value, (tuple, list)) else (value,):
@@ -105,15 +105,15 @@ def _factors(op: OpOverload, text: str) -> Callable[[Call], Sequence[Factor]]:
     return factors
 
 
-def _parts(text: str) -> list[Part]:
+def _parts(text: str) -> list[DimNames]:
     return [tuple(part.split()) for part in text.split(",")] if text.strip() else []
 
 
-def _place(name: str, part: Part) -> int | None:
+def _place(name: str, part: DimNames) -> int | None:
     return part.index(name) if name in part else None
 
 
-def _check_names(op: OpOverload, text: str, inputs: list[Part], outputs: list[Part]) -> None:
+def _check_names(op: OpOverload, text: str, inputs: list[DimNames], outputs: list[DimNames]) -> None:
     known = {name for part in inputs for name in part}
     for part in (*inputs, *outputs):
         for name in part:
@@ -128,7 +128,7 @@ def _check_names(op: OpOverload, text: str, inputs: list[Part], outputs: list[Pa
                 )
 
 
-def _check_shapes(op: OpOverload, text: str, tensors: Sequence[tuple[Part, TensorSpec | None]]) -> None:
+def _check_shapes(op: OpOverload, text: str, tensors: Sequence[tuple[DimNames, TensorSpec | None]]) -> None:
     """Raise LayoutError if the tensors of a call do not fit the text."""
     sizes: dict[str, int] = {}
     for part, spec in tensors:

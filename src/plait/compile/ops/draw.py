@@ -14,13 +14,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from plait.compile.ops.comm_ops import take
-from plait.compile.ops.fill_random import FILLS, Kept, fill_part
+from plait.compile.ops.fill_random import FILLS, KeptIndices, fill_part
 from plait.compile.ops.philox import Seed
 from plait.spec.layout import Blocks
 
 _MASK = (1 << 64) - 1
 
-Cut = tuple[int, int, int, Blocks]  # coordinate, size, dim, blocks
+DrawCut = tuple[int, int, int, Blocks]  # coordinate, size, dim, blocks
 
 
 def draw(
@@ -31,7 +31,7 @@ def draw(
     device: torch.device,
     kind: str,
     params: tuple[float, ...],
-    cuts: tuple[Cut, ...] = (),
+    cuts: tuple[DrawCut, ...] = (),
 ) -> Tensor:
     """Draw a rank's part of a random tensor.
 
@@ -62,7 +62,7 @@ def fill(
     seed: Seed,
     index: int,
     shape: Sequence[int],
-    kept: Kept,
+    kept: KeptIndices,
     kind: str,
     params: Iterable[float],
 ) -> None:
@@ -71,7 +71,7 @@ def fill(
     fill_part(out, seed, index, shape, kept, lambda words, block: named(words, block, *params))
 
 
-def kept_by(cuts: Iterable[Cut], shape: Sequence[int], device: torch.device) -> list[Tensor | None]:
+def kept_by(cuts: Iterable[DrawCut], shape: Sequence[int], device: torch.device) -> list[Tensor | None]:
     """For each dim of a global tensor the indices that a rank has, or None for all of them."""
     kept: list[Tensor | None] = [None] * len(shape)
     for coordinate, size, dim, blocks in cuts:

@@ -24,7 +24,7 @@ from plait.compile.ops.attention import QUERIES, attention_strategies
 from plait.compile.ops.attention_signature import LSE, MASK, OTHER, K, Q, Signature
 from plait.compile.ops.base import Builder, Call, OpSpec, Shard, Strategy, register
 from plait.compile.ops.dims import HALF, first_operand, put, widened
-from plait.compile.ops.draw import Cut, fill, kept_by
+from plait.compile.ops.draw import DrawCut, fill, kept_by
 
 _BLOCK = {"cpu": 1 << 18}  # scores at a time: few enough for caches of a CPU,
 _LARGE_BLOCK = 1 << 25  # and enough to fill a GPU
@@ -55,7 +55,7 @@ class _Scores:
                 yield self._block(slice(sample, sample + samples), slice(query, query + queries))
 
     @functools.cached_property
-    def _cuts(self) -> list[Cut]:
+    def _cuts(self) -> list[DrawCut]:
         groups = [self.cuts[i : i + 4] for i in range(0, len(self.cuts), 4)]
         return [(coordinate, size, dim, blocks) for coordinate, size, dim, blocks in groups]
 

@@ -22,11 +22,11 @@ _CACHED, _AT_ONCE = 1 << 15, 1 << 25  # groups in a block, for each thread of a 
 
 # For each dim of a whole tensor the ascending indices that a part has, or None for all: on the device that is asked
 # for, because to send them there would make the host wait.
-Kept = Callable[[torch.device], Sequence[Tensor | None]]
+KeptIndices = Callable[[torch.device], Sequence[Tensor | None]]
 
 
 def fill_part(
-    out: Tensor, seed: Seed, stream: int, shape: Sequence[int], kept: Kept, fill: Callable[[Words, Tensor], None]
+    out: Tensor, seed: Seed, stream: int, shape: Sequence[int], kept: KeptIndices, fill: Callable[[Words, Tensor], None]
 ) -> None:
     """Fill a part of a random tensor.
 
@@ -50,7 +50,7 @@ def fill_part(
         out.view(num_rows, -1).copy_(target.flatten(1).index_select(1, places))
 
 
-def _groups(shape: list[int], kept: Kept, device: torch.device) -> tuple[Groups, Tensor | None]:
+def _groups(shape: list[int], kept: KeptIndices, device: torch.device) -> tuple[Groups, Tensor | None]:
     """The groups that a part needs, and the places of its elements in them, or None if it has all, in their order."""
     indices = list(kept(device))
     while shape and shape[-1] == 1:

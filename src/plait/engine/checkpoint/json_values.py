@@ -152,7 +152,7 @@ def _plain_name(text: str) -> str:
 Text = Annotated[str, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=0, lt=_LARGEST)]
 Whole = Annotated[int, Field(strict=True, ge=-_LARGEST, lt=_LARGEST)]
-Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+FiniteFloat = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Extents = Annotated[tuple[Count, ...], Field(max_length=64)]
 FileName = Annotated[Text, AfterValidator(_plain_name)]
 

@@ -21,7 +21,7 @@ from plait.engine.checkpoint.json_values import (
     Count,
     Extents,
     FileName,
-    Real,
+    FiniteFloat,
     Strict,
     Text,
     check_values,
@@ -88,7 +88,7 @@ class _Manifest(Strict):
     format: Count
     step: Count
     plan: Text
-    saved_at: Real
+    saved_at: FiniteFloat
     tensors: dict[Text, tuple[Extents, Dtype]]
     files: dict[FileName, _File]
     values: _Values

@@ -26,7 +26,7 @@ from plait.engine.local_sgd.tensor_compression import decode, encode, first_fact
 from plait.errors import PlanError
 from plait.plan.compression import Compression
 
-Named = Mapping[str, Tensor]
+NamedTensors = Mapping[str, Tensor]
 
 
 class Pending:
@@ -73,7 +73,7 @@ class MeanExchange:
         self.errors: dict[str, Tensor] = {}
         self.factors: dict[str, Tensor] = {}
 
-    def start(self, tensors: Named) -> Pending:
+    def start(self, tensors: NamedTensors) -> Pending:
         """Begin to exchange floating-point tensors. All replicas must give the same names; means have
         `dtype_of_mean`.
 
@@ -95,7 +95,7 @@ class MeanExchange:
             parts.append(start(corrected))
         return _combined(parts)
 
-    def mean(self, tensors: Named) -> dict[str, Tensor]:
+    def mean(self, tensors: NamedTensors) -> dict[str, Tensor]:
         """Exchange the tensors; returns their means by name."""
         return self.start(tensors).wait()
 
@@ -194,7 +194,7 @@ class MeanExchange:
         return Pending([second], result)
 
 
-def _all_reduced(comm: Comm, tensors: Named) -> Pending:
+def _all_reduced(comm: Comm, tensors: NamedTensors) -> Pending:
     like = dict(tensors)
     work = comm.all_reduce(_flat(tensors), consume=True)
     return Pending([], lambda: _split(work.wait() / comm.size, like))
@@ -216,12 +216,12 @@ def dtype_of_mean(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _flat(tensors: Named) -> Tensor:
+def _flat(tensors: NamedTensors) -> Tensor:
     """The tensors as one flat tensor, in the widest of their dtypes."""
     return torch.cat([tensor.detach().to(dtype_of_mean(tensor.dtype)).reshape(-1) for tensor in tensors.values()])
 
 
-def _split(flat: Tensor, like: Named) -> dict[str, Tensor]:
+def _split(flat: Tensor, like: NamedTensors) -> dict[str, Tensor]:
     """The inverse of `_flat`: views of the flat tensor in the shapes of `like`."""
     found, at = {}, 0
     for name, tensor in like.items():

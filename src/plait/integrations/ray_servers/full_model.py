@@ -121,7 +121,7 @@ def _shown(value: Any) -> str:
 
 
 # The state of a server: values, optimizer state, tables.
-State = tuple[Sequence[np.ndarray], Mapping[str, Mapping[str, Any]], Mapping[str, Mapping[str, Any]]]
+ServerState = tuple[Sequence[np.ndarray], Mapping[str, Mapping[str, Any]], Mapping[str, Mapping[str, Any]]]
 
 
 class FullModel:
@@ -210,7 +210,7 @@ class FullModel:
     def save(
         self,
         step: int,
-        states: Sequence[State],
+        states: Sequence[ServerState],
         buffers: Mapping[str, np.ndarray],
         moments: Mapping[str, Mapping[str, Any]],
     ) -> None:
@@ -230,7 +230,7 @@ class FullModel:
         extra |= {name: kept for name, kept in (("tables", self.tables), ("outer", self.outer)) if kept}
         saved_state.save(self.shard, self.job.folder, extra, self.job.keep, self._saver, True)
 
-    def join(self, states: Sequence[State]) -> None:
+    def join(self, states: Sequence[ServerState]) -> None:
         """Take over the servers' states."""
         state: dict[str, dict[str, Any]] = {}
         for pieces, (values, kept, _) in zip(self.job.shards, states, strict=True):

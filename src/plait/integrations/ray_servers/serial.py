@@ -23,7 +23,7 @@ from plait.reference.local_sgd import norm_parts
 from plait.reference.one_device import one_device_step
 from plait.schedule.work_queue import WorkQueue
 
-Named = dict[str, Tensor]
+ServedTensors = dict[str, Tensor]
 
 
 class SerialServers:
@@ -38,13 +38,15 @@ class SerialServers:
         self.now = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.server = make_optimizer(job.server_optimizer, list(self.now.items()))
         self.handout = WorkQueue(0, job.num_parts, job.steps_each)
-        self.tasks: dict[int, list[tuple[int, Named, int]]] = {w: [] for w in range(num)}  # version, values, piece
+        self.tasks: dict[int, list[tuple[int, ServedTensors, int]]] = {
+            w: [] for w in range(num)
+        }  # version, values, piece
         self.clocks = dict.fromkeys(range(num), 0)
         self.errors: dict[tuple[int, str], Tensor] = {}
         self.factors: list[dict[str, Tensor]] = [{} for _ in range(num)]
         self.version = 0
 
-    def run(self, order: Sequence[int]) -> tuple[list[float], Named]:
+    def run(self, order: Sequence[int]) -> tuple[list[float], ServedTensors]:
         """Run the pushes, with worker `order[k]` making push k. Returns the loss of each push, and the final values by
         name."""
         losses, arrived = [], {}
@@ -88,7 +90,7 @@ class SerialServers:
         for worker, piece, _ in self.handout.give(workers):
             self.tasks[worker].append((self.version, values, piece))
 
-    def _update(self, pushes: Sequence[Named], weights: Sequence[float]) -> None:
+    def _update(self, pushes: Sequence[ServedTensors], weights: Sequence[float]) -> None:
         """Step the servers' optimizer on the weighted mean of the pushes."""
         for name, parameter in self.now.items():
             terms = [push[name] * (w / sum(weights)) for push, w in zip(pushes, weights, strict=True) if name in push]
@@ -98,7 +100,7 @@ class SerialServers:
         self.server.step()
         self.version += 1
 
-    def _gradient(self, worker: int, values: Named, piece: int) -> tuple[float, Named, float]:
+    def _gradient(self, worker: int, values: ServedTensors, piece: int) -> tuple[float, ServedTensors, float]:
         """(loss, gradients by name, weight) of a piece at the given values."""
         twin = self.twins[0]
         loss, weight = self._backward(twin, values, piece, step_key(self.job.seed, piece))
@@ -106,7 +108,7 @@ class SerialServers:
             self._clip(_trained(twin))
         return loss, {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}, weight
 
-    def _local(self, worker: int, values: Named, piece: int) -> tuple[float, Named, float]:
+    def _local(self, worker: int, values: ServedTensors, piece: int) -> tuple[float, ServedTensors, float]:
         """(mean loss, change of the values by name, 1.0) of the steps that a worker takes by itself."""
         twin, optimizer, losses = self.twins[worker], self.optimizers[worker], []
         for index in range(self.job.steps_each):
@@ -123,7 +125,7 @@ class SerialServers:
         after = dict(twin.named_parameters())
         return sum(losses) / len(losses), {n: value - after[n].detach() for n, value in values.items()}, 1.0
 
-    def _backward(self, twin: nn.Module, values: Named, piece: int, key: int) -> tuple[float, float]:
+    def _backward(self, twin: nn.Module, values: ServedTensors, piece: int, key: int) -> tuple[float, float]:
         """(loss, weight) of a piece. Sets the gradients of the twin, at `values`, or at its own values where they have
         none."""
         named = dict(twin.named_parameters())
@@ -134,7 +136,7 @@ class SerialServers:
         found = one_device_step(twin, self.loss_fn, rows, self.plan.inner_plan, key, norm_parts(self.plan))
         return float(found.loss), float(num_rows(rows)) if found.weight is None else found.weight
 
-    def _compressed(self, worker: int, push: Named) -> Named:
+    def _compressed(self, worker: int, push: ServedTensors) -> ServedTensors:
         """A push as a server decompresses it: piece by piece, with the error feedback of the worker's earlier
         pushes."""
         coding = self.job.coding

@@ -23,7 +23,7 @@ from torch import Tensor
 from plait.errors import PlanError
 from plait.integrations.ray_servers.tables.row_index import Ids, RowIndex, first_values
 
-Arrays = Sequence[Any]  # for each table its ids, then their gradients
+TableArrays = Sequence[Any]  # for each table its ids, then their gradients
 
 OPTIMIZERS = ("adagrad", "adam")
 _FIRST = 1024  # initial capacity, in rows
@@ -174,7 +174,7 @@ class Tables:
         """The number of arrays in a push that belong to tables."""
         return 2 * len(self.rows)
 
-    def misfit(self, arrays: Arrays) -> str:
+    def misfit(self, arrays: TableArrays) -> str:
         """Why the arrays are not valid gradients of rows; empty if they are."""
         for rows, ids, gradient in self._pairs(arrays):
             name, dim = rows.spec.name, rows.spec.dim
@@ -189,7 +189,7 @@ class Tables:
                 return f"the ids of table {name} are not all different"
         return ""
 
-    def set_gradients(self, pushes: Sequence[Arrays], shares: Sequence[float]) -> float:
+    def set_gradients(self, pushes: Sequence[TableArrays], shares: Sequence[float]) -> float:
         """Set the weighted sum of the pushed gradients, with `shares` as weights. Returns its squared 2-norm."""
         self._next = []
         of_tables = [self._pairs(arrays) for arrays in pushes]
@@ -222,7 +222,7 @@ class Tables:
         for name, kept in state.items():
             self.rows[name].load({key: np.asarray(value) for key, value in kept.items()})
 
-    def _pairs(self, arrays: Arrays) -> list[tuple[TableShard, Any, Any]]:
+    def _pairs(self, arrays: TableArrays) -> list[tuple[TableShard, Any, Any]]:
         assert len(arrays) == self.num_arrays
         return [(rows, arrays[2 * i], arrays[2 * i + 1]) for i, rows in enumerate(self.rows.values())]
 
