@@ -5,6 +5,7 @@ Each function names the paper that it is from; tests/test_published.py holds the
 
 from __future__ import annotations
 
+from plait.cost.collective_time import ring_bytes
 from plait.plan.sharding_plan import ZeroStage
 
 # What ranks send: elements, from each rank, in a step.
@@ -26,7 +27,7 @@ def tensor_elements(rows: int, sequence: int, hidden: int, weights: int) -> floa
     """Elements that a rank sends for a layer and microbatch: two all-reduces in forward and two in backward (Narayanan
     et al. 2021, section 3.2). With sequence parallelism they are four all-gathers and four reduce-scatters of as many
     elements (Korthikanti et al. 2022)."""
-    return 8.0 * rows * sequence * hidden * (weights - 1) / weights
+    return ring_bytes(8.0 * rows * sequence * hidden, weights)
 
 
 def pipeline_elements(rows: int, sequence: int, hidden: int, chunks: int = 1) -> int:

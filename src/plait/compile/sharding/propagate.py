@@ -410,7 +410,7 @@ def _cheapest(
         if terms:
             # A sum that is deferred has to be paid later. It counts slightly more if the value has other readers, so
             # that the value is summed once for all of them.
-            put_off = 2 * bytes_out * (size - 1) / size
+            put_off = CollectiveKind.ALL_REDUCE.ways * ring_bytes(bytes_out, size)
             again = any(
                 isinstance(p, Partial) and one.is_shared for one, p in zip(sources, strategy.inputs, strict=True)
             )
