@@ -117,6 +117,11 @@ def pinned_like(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=not is_host(device), requires_grad=False)
 
 
+def pinned(tensor: Tensor) -> Tensor:
+    """A tensor in host memory as pinned memory: itself, or a copy."""
+    return tensor if tensor.is_pinned() else tensor.pin_memory()
+
+
 def random_devices(*devices: torch.device) -> list[torch.device]:
     """The devices with a random state of their own, for `torch.random.fork_rng`."""
     return sorted({device for device in devices if device.type == _ACCELERATOR}, key=str)

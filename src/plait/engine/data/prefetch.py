@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from plait.comm.device import CopyStream, Event, is_host, keep_for_current_stream
+from plait.comm.device import CopyStream, Event, is_host, keep_for_current_stream, pinned
 from plait.compile.capture.batch import batch_tensors, map_batch
 from plait.engine.data.batch_reader import BatchReader, Failure
 from plait.engine.data.sample_order import BatchRows
@@ -195,7 +195,7 @@ class _Mover:
 
     def _move(self, leaf: Tensor) -> Tensor:
         if is_host(leaf.device) and leaf.numel():
-            leaf = leaf if leaf.is_pinned() else leaf.pin_memory()
+            leaf = pinned(leaf)
         return leaf.to(self._device, non_blocking=True)
 
 
