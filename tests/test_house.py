@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 import tomllib
@@ -110,6 +111,14 @@ def test_only_one_file_names_an_accelerators_library() -> None:
     assert {place: names for place, names in found.items() if Path(place).name != "device.py"} == {}
 
 
+_OF_A_DEVICE = {"pin_memory", "is_pinned", "record_stream", "current_stream", "empty_cache", "mem_get_info"}
+
+
+def test_only_one_file_calls_what_a_device_does() -> None:
+    found = _by_file(lambda path: {n.attr for n in _nodes(path) if isinstance(n, ast.Attribute)} & _OF_A_DEVICE)
+    assert {place: names for place, names in found.items() if Path(place).name != "device.py"} == {}
+
+
 def test_only_one_file_reads_the_keys_of_a_nodes_meta() -> None:
     found = _by_file(lambda path: _keys_of_meta(path) - {"val"})
     assert {place: keys for place, keys in found.items() if Path(place).name != "node_info.py"} == {}
@@ -167,7 +176,7 @@ def _own_ops() -> set[str]:
     return {op.__name__ for op in calls}
 
 
-_TAKE_AN_AXIS = {"axis_kind", "axis_size", "comm", "get_group", "group", "groups", "on"}
+_TAKE_AN_AXIS = {"allow", "axis_kind", "axis_size", "comm", "fixes", "get_group", "group", "groups", "on"}
 
 
 def test_only_the_plan_knows_an_axis_by_its_name() -> None:
@@ -177,8 +186,9 @@ def test_only_the_plan_knows_an_axis_by_its_name() -> None:
 
 
 def _axes_in(path: Path) -> set[object]:
-    """The constants that a file compares with, subscripts by, and gives to what takes an axis."""
+    """The constants that a file compares with, subscripts by, and gives to what takes an axis, and the keys of its plans."""
     found: list[ast.AST] = []
+    keys: set[object] = set()
     for node in _nodes(path):
         if isinstance(node, ast.Compare):
             found += [each for one in (node.left, *node.comparators) for each in _elements(one)]
@@ -186,7 +196,10 @@ def _axes_in(path: Path) -> set[object]:
             found.append(node.slice)
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in _TAKE_AN_AXIS:
             found += node.args
-    return {each.value for each in found if isinstance(each, ast.Constant)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Plan.parse":
+            texts = [each.value for arg in node.args for each in ast.walk(arg) if isinstance(each, ast.Constant)]
+            keys |= {word.partition("=")[0] for text in texts for word in str(text).split()}
+    return keys | {each.value for each in found if isinstance(each, ast.Constant)}
 
 
 def test_only_the_plan_knows_what_its_keys_mean() -> None:
@@ -234,8 +247,17 @@ def test_no_two_files_share_a_name() -> None:
 
 
 def test_no_two_public_classes_share_a_name() -> None:
-    names = Counter(node.name for tree in map(_tree, SOURCES) for node in tree.body if isinstance(node, ast.ClassDef))
-    assert [name for name, count in names.items() if count > 1 and not name.startswith("_")] == []
+    """Nor do two names of types, such as `Edges = Collection[Edge]`."""
+    names = Counter(name for tree in map(_tree, SOURCES) for node in tree.body for name in _types_in(node))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def _types_in(node: ast.stmt) -> list[str]:
+    """The public class or type alias that a statement defines."""
+    if isinstance(node, ast.ClassDef):
+        return [] if node.name.startswith("_") else [node.name]
+    names = [each.id for each in node.targets if isinstance(each, ast.Name)] if isinstance(node, ast.Assign) else []
+    return [name for name in names if re.fullmatch("[A-Z][a-z][A-Za-z]*", name)]
 
 
 def test_files_are_short() -> None:

@@ -36,7 +36,7 @@ from plait.plan.annotation import Annotations
 from plait.plan.axes import axis_kind
 from plait.plan.parallelism import BUDGET, FULL, NONE, Homes, Parallelism
 from plait.plan.plan import Plan
-from plait.plan.plan_space import NO_LIMITS, Limits, PlanSpace
+from plait.plan.plan_space import NO_LIMITS, Limits, PlanSpace, ProbePlans, probe_plans
 from plait.plan.sharding_plan import ShardingPlan
 from plait.report.memory_table import MemoryEstimate
 from plait.report.step_prediction import StepPrediction
@@ -213,7 +213,7 @@ class ModelEvaluator:
         least, _ = self.forms.least_memory(how, rows)
         kept, _ = self.forms.kept(how, rows)
         whole, _ = self.forms.kept(replace(how, recompute=NONE), rows)
-        in_flight = max(min(how.num_micro, how.pipeline) / how.pipeline, 1 / how.pipeline)
+        in_flight = schedule_activations(how.order, how.pipeline, how.num_micro, how.chunks)
         room = (memory - sum(least.values())) / in_flight
         if room < 1.5 * kept:
             return 0
@@ -346,8 +346,8 @@ def _probe(simulator: Simulator, rows: int, words: Sequence[str], limits: Limits
         precisions[word] = PrecisionForms(
             (forward - spent / 3) * scale, (backward - 2 * spent / 3) * scale, kept
         )  # fmt: skip
-    enough, whole = simulator.cluster.num_devices > 1, limits.fixes("tensor", 1)
-    boundary = _two_stages(simulator, rows) if enough and not limits.fixes("pipeline", 1) else None
+    probes = probe_plans(limits, simulator.cluster.num_devices)
+    boundary = _two_stages(simulator, probes.stages, rows)
     layers = max(len(names), 2)
     return ModelForms(
         simulator.cluster,
@@ -358,14 +358,10 @@ def _probe(simulator: Simulator, rows: int, words: Sequence[str], limits: Limits
         one.simulated.times["update"],
         boundary or 0.0,
         precisions,
-        _two_ranks(simulator, "tensor=2", one, whole_memory, rows) if enough and not whole else None,
-        _two_ranks(simulator, "tensor=2 sequence=yes", one, whole_memory, rows)
-        if enough and not whole and not limits.fixes("sequence", "no")
-        else None,
-        _two_ranks(simulator, "context=2", one, whole_memory, rows)
-        if enough and not limits.fixes("context", 1)
-        else None,
-        _experts(simulator, rows) if enough and not limits.fixes("expert", 1) else None,
+        _two_ranks(simulator, probes.weights, one, whole_memory, rows),
+        _two_ranks(simulator, probes.sequence, one, whole_memory, rows),
+        _two_ranks(simulator, probes.context, one, whole_memory, rows),
+        _experts(simulator, probes, rows),
     )
 
 
@@ -380,10 +376,12 @@ def _phases(program: StepProgram, times: CallTimes) -> tuple[float, float]:
     return found["forward"], found["backward"]
 
 
-def _two_stages(simulator: Simulator, rows: int) -> float | None:
+def _two_stages(simulator: Simulator, plan: Plan | None, rows: int) -> float | None:
     """Bytes of a row between two stages; None if the model is not cut."""
+    if plan is None:
+        return None
     try:
-        program = simulator.program(Plan.parse("pipeline=2"))
+        program = simulator.program(plan)
     except (PlanError, LayoutError):
         return None
     assert program.pipeline is not None
@@ -391,10 +389,11 @@ def _two_stages(simulator: Simulator, rows: int) -> float | None:
 
 
 def _two_ranks(
-    simulator: Simulator, text: str, one: StepPrediction, alone: MemoryEstimate, rows: int
+    simulator: Simulator, plan: Plan | None, one: StepPrediction, alone: MemoryEstimate, rows: int
 ) -> AxisForms | None:
     """What two ranks of an axis share; None if the model does not allow it."""
-    plan = Plan.parse(text)
+    if plan is None:
+        return None
     try:
         two, shared = simulator.simulate(plan, memory=False), simulator.memory(plan)
     except (PlanError, LayoutError):
@@ -416,13 +415,15 @@ def _two_ranks(
     )
 
 
-def _experts(simulator: Simulator, rows: int) -> ExpertForms | None:
+def _experts(simulator: Simulator, probes: ProbePlans, rows: int) -> ExpertForms | None:
     """What two ranks of experts share; None if the model has none, or does not allow it."""
-    plan = Plan.parse("expert=2")
+    plan = probes.experts
+    if plan is None:
+        return None
     try:
         number = _num_experts(simulator.lowered(plan).sharding)
         two, shared = simulator.simulate(plan, memory=False), simulator.memory(plan)
-        alone = simulator.memory(Plan.parse("data=2"))
+        alone = simulator.memory(probes.rows)
     except (PlanError, LayoutError):
         return None
     sent = [

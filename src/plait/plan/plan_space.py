@@ -133,6 +133,30 @@ class Limits:
 NO_LIMITS = Limits()
 
 
+class ProbePlans(NamedTuple):
+    """Plans of two ranks, one for each way to spread a model, by which a search learns what that way splits and sends.
+
+    A field is None if the limits rule the way out. `rows` splits rows alone, to compare with.
+    """
+
+    weights: Plan | None
+    sequence: Plan | None
+    context: Plan | None
+    stages: Plan | None
+    experts: Plan | None
+    rows: Plan
+
+
+def probe_plans(limits: Limits, num_ranks: int) -> ProbePlans:
+    """The plans of two ranks that the limits, and a cluster of so many ranks, allow."""
+
+    def two(key: str, more: str = "") -> Plan | None:
+        return None if num_ranks == 1 or limits.fixes(key, 1) else Plan.parse(f"{key}=2{more}")
+
+    sequence = None if limits.fixes("sequence", "no") else two("tensor", " sequence=yes")
+    return ProbePlans(two("tensor"), sequence, two("context"), two("pipeline"), two("expert"), Plan.parse("data=2"))
+
+
 def _check_value(key: str, value: str, word: str) -> None:
     """Raise PlanError for a value of a limit that no plan of a search has."""
     searched = _SEARCHED_WORDS.get(key)
@@ -386,12 +410,6 @@ def _recompute(how: Parallelism) -> Recompute:
     if how.recompute == BUDGET:
         return Recompute("budget", budget_bytes=how.budget)
     return Recompute("layer" if how.recompute == FULL else "none")
-
-
-def budget_words(num_bytes: float) -> int:
-    """A budget of recomputation as a round number of bytes, at most the given one."""
-    unit = 2**20 if num_bytes < 2**33 else 2**26
-    return max(int(num_bytes) // unit * unit, 2**20)
 
 
 def memory_of(text: str) -> int:
