@@ -186,7 +186,7 @@ def test_only_the_plan_knows_an_axis_by_its_name() -> None:
 
 
 def _axes_in(path: Path) -> set[object]:
-    """The constants that a file compares with, subscripts by, and gives to what takes an axis, and the keys of its plans."""
+    """The constants that a file compares with, subscripts by, and gives to what takes an axis; keys of its plans."""
     found: list[ast.AST] = []
     keys: set[object] = set()
     for node in _nodes(path):

@@ -93,7 +93,7 @@ APART = OptimizerFacts(together=(("Mixing", "mixes"),), scattered=("pipeline", 2
         ("precision.head=bf16", HALVES, ["precision.head=bf16 says how products of float32 weights are computed"]),
         ("data=2 sync=2", StepFacts(changed_outside=("mean",)), ["the step changes mean, a tensor outside"]),
         ("data=2", StepFacts(changed_outside=("mean",)), []),
-        ("micro=2", StepFacts(unsteady="model:count"), ["the step changes model:count, with which it is another"]),
+        ("micro=2", StepFacts(unsteady="model:count"), ["the step changes model:count, and needs another graph"]),
         ("data=2", StepFacts(unsteady="model:count"), []),
         ("data=2", StepFacts(uncaptured="a branch", nearest="data=2"), []),
         ("tensor=2", StepFacts(uncaptured="a branch", nearest="data=2"), ["the plan 'tensor=2' needs the graph of"]),

@@ -373,10 +373,10 @@ class Noisy(torch.optim.SGD):
 @pytest.mark.parametrize("kind", [Stable, Smallest, Estimating, Mostly, Noisy])
 def test_what_shows_only_in_later_steps_or_little_is_found_by_trying(kind: Any) -> None:
     factory = functools.partial(kind, lr=1e-3)
-    with pytest.raises(RankFailed, match=f"{kind.__name__} updates an element by what others of its tensor"):
+    with pytest.raises(RankFailed, match=f"{kind.__name__} updates an element by the values of other elements"):
         under("data=2 zero=1", net().float(), factory, loss_fn, batch(torch.float32), steps=1)
     if kind in (Estimating, Noisy):
-        with pytest.raises(RankFailed, match=f"{kind.__name__} updates a tensor by what others are"):
+        with pytest.raises(RankFailed, match=f"{kind.__name__} updates a tensor by the values of other tensors"):
             under("pipeline=2 micro=2", net().float(), factory, loss_fn, batch(torch.float32), steps=1)
 
 
@@ -396,8 +396,8 @@ def test_ranks_draw_the_same_in_the_optimizer(plan: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "plan", "message"),
     [
-        (Normed, "tensor=2", r"Normed updates an element by what others.*cut of \S+ \(f32\[.*data=2, which cuts no"),
-        (Normed, "data=2 zero=1", r"Normed updates an element by what others.*plait.optim.Lamb.*bind\(parts\)"),
+        (Normed, "tensor=2", r"Normed updates an element by the values.*cut of \S+ \(f32\[.*data=2, which cuts no"),
+        (Normed, "data=2 zero=1", r"Normed updates an element by the values.*plait.optim.Lamb.*bind\(parts\)"),
         (OnlyLarge, "data=2 zero=1", r"cannot be tried on a small tensor \(ValueError: too small for me\)"),
     ],
 )

@@ -157,10 +157,22 @@ class ClippedSGD(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("kind", "plan", "message"),
     [
-        (Clipping, "tensor=2", "Clipping, which steps several optimizers, updates an element by what others of its"),
-        (Clipping, "pipeline=2 micro=2", "Clipping updates a tensor by what others are, and with pipeline=2"),
-        (ClippedSGD, "data=2 zero=1", "ClippedSGD updates an element by what others of its tensor, or other tensors"),
-        (ClippedSGD, "pipeline=2 micro=2", "ClippedSGD updates a tensor by what others are, and with pipeline=2"),
+        (Clipping, "tensor=2", "Clipping, which steps several optimizers, updates an element by the values of"),
+        (
+            Clipping,
+            "pipeline=2 micro=2",
+            "Clipping updates a tensor by the values of other tensors, and with pipeline=2",
+        ),
+        (
+            ClippedSGD,
+            "data=2 zero=1",
+            "ClippedSGD updates an element by the values of other elements, or of other tensors",
+        ),
+        (
+            ClippedSGD,
+            "pipeline=2 micro=2",
+            "ClippedSGD updates a tensor by the values of other tensors, and with pipeline=2",
+        ),
     ],
 )
 def test_what_is_done_around_the_steps_is_tried_too(kind: Any, plan: str, message: str) -> None:

@@ -18,7 +18,7 @@ def main() -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """At once: an exception that is raised while modules are imported may be lost in them."""
+    """Exit at once, because an exception that is raised during an import may be lost."""
     leave_interrupted()
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a plan cannot be had: what was given, why it cannot be, and what to write instead. Its text is the message
-    of a PlanError."""
+    """The reason why a plan cannot run: what was given, why it cannot be, and what to write instead. Its text is the
+    message of a PlanError."""
 
     what: str
     why: str
@@ -65,7 +65,7 @@ class UnevenBatchError(PlanError, BatchError):
 
 
 class LossError(PlaitError, ValueError):
-    """A loss of none of the forms that there are, or one that is not finite."""
+    """A loss in a form that plait does not take, or a loss that is not finite."""
 
 
 class ConfigError(PlaitError, ValueError):
@@ -81,7 +81,7 @@ class CheckpointError(PlaitError):
 
 
 class HomeError(PlaitError):
-    """A place for what a plan keeps outside the device that is missing, too small, or that failed; names the file."""
+    """A folder or disk, for tensors that a plan offloads, that is missing, too small or failed; names the file."""
 
 
 class DeviceMemoryError(PlaitError, MemoryError):
@@ -93,7 +93,7 @@ class WorldError(PlaitError):
 
 
 class RoleFailed(WorldError):
-    """A worker, a server or the coordinator raised; another in its place would do so again."""
+    """A worker, a server or the coordinator raised an error that a replacement would raise again."""
 
 
 class RankFailed(WorldError):

@@ -1,10 +1,9 @@
 """`plait cluster measure`: what this machine's devices, memory and links reach, as a cluster file.
 
-Every rank measures at the same time, as they compute and communicate in training: cores and memory are shared. A call's
-time is the least of several runs, because others may use the machine, a step's their median, and of ranks the slowest.
-Latency and bandwidth of a
-link are those with which the formulas of cost/collective_time.py come nearest to all collectives over it, each weighed
-by its own time.
+All ranks measure at the same time, because in training they share cores and memory. The time of a call is the least of
+several runs, as other programs may use the machine; the time of a step is the median. The slowest rank counts. Latency
+and bandwidth of a link are fitted: with them, the formulas of cost/collective_time.py come nearest to the measured
+collectives over the link, each weighed by its own time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Programs of deep models from those of shallow ones, because layers that are equal need not be lowered each.
+"""Makes the program of a deep model from programs of shallow ones, so that equal layers are not lowered one by one.
 
 A model whose layers are equal is lowered with few of them: the first, a middle and the last stage of a pipeline, once
-with one layer each and once with two. What the second layer adds to each graph is repeated (cost/repeated_layers.py),
-and the middle stage stands for all that lie between. The numbers of layers of stages differ by one at most.
+with one layer each and once with two. The calls that the second layer adds to each graph are repeated
+(cost/repeated_layers.py), and the middle stage is used for all stages between the first and the last. Stages differ by
+at most one layer.
 """
 
 from __future__ import annotations

@@ -73,8 +73,9 @@ def search(
         memory: bytes that a rank may take; by default 92% of those of a device.
         limits: what keys may be, such as "tensor=1..8 zero=1,3 sync=1".
 
-    Returns candidates with their plan, step and memory, one for each spread of ranks. Raises PlanError if no plan is
-    legal, and if none fits, CaptureError for a model that cannot be captured, and ConfigError for an unknown cluster.
+    Returns candidates, each with its plan, step and memory: the best one of each way to spread the ranks. Raises
+    PlanError if no plan is legal or none fits, CaptureError for a model that cannot be captured, and ConfigError for an
+    unknown cluster.
     """
     where = find_cluster(cluster) if isinstance(cluster, str) else cluster
     rows = num_rows(batch)
@@ -141,7 +142,7 @@ class ModelEvaluator:
         return self._probed(NO_LIMITS)
 
     def _probed(self, limits: Limits) -> ModelForms:
-        """The closed forms, of what limits allow if they are not known yet."""
+        """The closed forms. If they are not made yet, they are made for the plans that the limits allow."""
         if self._forms is None:
             words = [word for word in self._words() if limits.allow("precision", word)] or ["fp32"]
             self._forms = _probe(self._make(self._rows), self._rows, words, limits)
@@ -178,7 +179,7 @@ class ModelEvaluator:
         return self.forms.kept(outline, rows)
 
     def relief(self, outline: Parallelism, rows: int) -> Relief:
-        """Nothing: the op-by-op simulation alone says what a budget saves."""
+        """Always (): only the simulation of all calls shows what a budget of recomputation saves."""
         return ()
 
     def states(self, how: Parallelism, rows: int, cells: CellTimes) -> StateTimes:
@@ -192,7 +193,7 @@ class ModelEvaluator:
     def rough(
         self, space: PlanSpace, outline: Parallelism, rows: int, homes: Sequence[Homes], memory: float, most: float
     ) -> Iterator[RoughStep]:
-        """Closed forms of all plans of an outline with these homes, but of those that take more than `most` seconds."""
+        """Closed forms of all plans of an outline with these homes, except plans that take more than `most` seconds."""
         return rough_steps(self, space, outline, rows, homes, memory, most)
 
     def least(self, space: PlanSpace, outline: Parallelism, rows: int, homes: Sequence[Homes]) -> float:
@@ -311,8 +312,9 @@ class ModelStep:
         )  # fmt: skip
 
     def misses_by(self, memory: float) -> float:
-        """Bytes that the step takes beyond `memory` of a device, or beyond the host's; what is far from that is not
-        estimated any better."""
+        """Bytes that the step takes beyond `memory` of a device, or beyond the host's memory; at most 0 if it fits.
+
+        A step whose rough size is below half of `memory` is not estimated exactly."""
         if 2 * self.size < memory:
             return self.size - memory
         found, cluster = self.estimate, self.prediction.cluster

@@ -1,4 +1,5 @@
-"""Measures what a step takes that no call takes when it is measured alone, on steps with next to no arithmetic."""
+"""Measures the overhead of a step that does not show when its calls are measured one by one, on steps with hardly any
+arithmetic."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ _ADAMW = functools.partial(torch.optim.AdamW, lr=0.0)
 
 
 class StepOverhead(NamedTuple):
-    """Seconds that every call, every view, the update of every parameter and every step take at least: what Python
-    does, and what starts a kernel."""
+    """The least seconds of a call, of a view, of the update of one parameter and of a step: the time in Python and for
+    the start of kernels."""
 
     op_seconds: float
     view_seconds: float
@@ -49,7 +50,7 @@ class StepOverhead(NamedTuple):
 
 
 class _Chain(nn.Module):
-    """One layer, again and again: how deep it is changes neither parameters nor the update."""
+    """One layer, applied `depth` times: the depth changes neither the parameters nor the update."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -62,10 +63,10 @@ class _Chain(nn.Module):
 
 
 def measure_overhead(device: torch.device) -> StepOverhead:
-    """What calls and steps take at least on this device, while one rank runs alone.
+    """The least time of calls and steps on this device, while one rank runs alone.
 
-    Two steps of a Trainer that differ in nothing but the number of their calls give the time of a call, and that of
-    what is left.
+    Two steps of a Trainer that differ only in their number of calls give the time of a call, and the time of the rest
+    of a step.
     """
     ones = torch.ones(64, device=device)
     view = functools.partial(torch.ops.aten.view.default, ones, [8, 8])
@@ -138,7 +139,7 @@ def _timed(trainer: Trainer, batch: Any, optimizer: OptimizerFactory, num_steps:
 
 
 def measure_yardstick(device: torch.device) -> tuple[StepProgram, float]:
-    """A step of a small transformer on this device: what it issues, and its seconds."""
+    """A step of a small transformer on this device: the program of its calls, and its seconds."""
     layers, width, heads, positions, rows = _YARDSTICK[is_host(device)]
     layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, device=device)
     model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
@@ -147,8 +148,9 @@ def measure_yardstick(device: torch.device) -> tuple[StepProgram, float]:
 
 
 def in_step_of(cluster: Cluster, program: StepProgram, seconds: float) -> float:
-    """How much longer calls take in a step than a cluster says of them, if this step takes so many seconds while all
-    ranks of a host compute."""
+    """How many times longer calls take in a step than the cluster's numbers say.
+
+    `seconds` is the measured time of the step of this program, while all ranks of the host compute."""
     busy = replace(cluster, device=replace(cluster.device, together=(), in_step=1.0))
     besides = cluster.device.step_seconds
     said = StepSimulator(busy).simulate(program).seconds - besides
@@ -156,8 +158,9 @@ def in_step_of(cluster: Cluster, program: StepProgram, seconds: float) -> float:
 
 
 def measure_together(world: ProcessWorld, num_local: int) -> Sequence[tuple[int, float]]:
-    """How fast a rank on cores of a host is while so many of the host's ranks compute, in units of its speed while all
-    of them do: points (ranks, speed). Ranks that outnumber the cores take turns on them, which is not measured."""
+    """The speed of a rank on the cores of a host, by the number of the host's ranks that compute.
+
+    Returns points (ranks, speed), in units of the speed while all of them compute; none for more ranks than cores."""
     everyone = world.everyone()
     left, long = torch.ones(_SIDE, _SIDE), torch.ones(_SIDE * _SIDE)
     rates, cores = [], min(os.cpu_count() or 1, num_local)

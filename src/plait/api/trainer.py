@@ -393,7 +393,7 @@ class Trainer:
         if self.plan.relaxed_axis:
             raise PlanError(
                 f"the plan {self.plan.title!r} has replicas that agree later, each of which would have an average of"
-                " its own; use a plan without sync= and compress=, or average what agree() leaves yourself"
+                " its own; use a plan without sync= and compress=, or average the weights after agree() yourself"
             )
         average = self.state.average = MovingAverage(decay)
         if self.engine.is_prepared:

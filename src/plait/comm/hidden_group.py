@@ -1,7 +1,7 @@
-"""What model, loss and optimizer see of torch.distributed: nothing, as where they run on one device.
+"""Hides the default process group of torch.distributed from model, loss and optimizer.
 
-They are written for one device and the whole batch, but may run in a process of a group. Code that asks for the group,
-as many losses do that divide by the number of processes or gather features, takes its way for one device.
+They are written for one device and the whole batch, but may run in a process of a group. Many losses ask for the group,
+to divide by the number of processes or to gather features. They then find none, and do what they do on one device.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Compiled:
 
     origins       the annotation or search that sharded each parameter, by name
     without_rule  ops that run on whole inputs because they have no rule
-    share         how much of the step an axis that splits weights splits; None without such an axis
+    share         the fraction of the step that an axis such as tensor splits; None without an axis that splits weights
     whole_sequences  ops that read whole sequences where an axis cuts these, with their modules, the most bytes first
     """
 

@@ -52,8 +52,8 @@ class RankProgram:
     graphs    by accumulation (`accumulation_of`), or with a pipeline by cell and accumulation: F0.alone, B0.first...
     layouts   of the parameters, buffers, constants and batch leaves that the graphs read, by name
     sharding  how the ranks hold each parameter
-    cuts      how each parameter is cut of which a rank keeps only a part, by name
-    cluster   where it runs, by which calls and messages were weighed
+    cuts      by name, how each parameter is cut that a rank keeps only a part of
+    cluster   the machine for which times of calls and messages were estimated
     """
 
     graphs: dict[str, StepGraph]

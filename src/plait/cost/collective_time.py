@@ -51,7 +51,7 @@ class CollectiveKind(enum.Enum):
         return held * size if self in (CollectiveKind.ALL_GATHER, CollectiveKind.RING) else held
 
     def sent_bytes(self, held: int, size: int) -> float:
-        """Bytes that each of `size` ranks sends, if its input has `held` bytes; of a halo, if these are for
+        """Bytes that each of `size` ranks sends, if its input has `held` bytes. For a halo, `held` are the bytes for
         neighbours."""
         if self is CollectiveKind.HALO:
             return held if size > 1 else 0

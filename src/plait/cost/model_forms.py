@@ -1,7 +1,7 @@
 """Closed forms of any model, from a few simulated steps of it: on one device, and over two ranks of each kind.
 
-A plan over more ranks is said to split what two ranks have split, and to send what they have sent. That ranks plans
-well enough to choose which of them to simulate, and no better: what an axis does not divide, lowering finds.
+The forms assume that more ranks split and send the same parts of the step as two ranks do. That orders plans well
+enough to choose those to simulate. Whether an axis divides every weight only shows when a plan is lowered.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def schedule_wait(
 
 
 def schedule_activations(schedule: str, ranks: int, num_micro: int, chunks: int = 1) -> float:
-    """What the fullest rank keeps under a schedule, in activations that a microbatch has of all layers."""
+    """The activations that the fullest rank keeps under a schedule, over those of a microbatch in all layers."""
     most = num_micro / ranks
     if schedule == "naive":
         return 1 / ranks

@@ -18,8 +18,8 @@ Relief = tuple[tuple[float, float], ...]
 
 
 class RoughStep(NamedTuple):
-    """What closed forms say of a plan: its seconds, its bytes on the device, and those that it takes beyond what there
-    is on the device or the host, which are at most 0 if it fits."""
+    """The closed forms of a plan: its seconds, its bytes on the device, and the bytes that are `missing` on the device
+    or the host; these are at most 0 if the plan fits."""
 
     choice: PlanChoice
     seconds: float
@@ -45,7 +45,7 @@ class PlanEvaluator(Protocol):
     def rough(
         self, space: PlanSpace, outline: Parallelism, rows: int, homes: Sequence[Homes], memory: float, most: float
     ) -> Iterator[RoughStep]:
-        """Closed forms of all plans of an outline with these homes, but of those that take more than `most` seconds."""
+        """Closed forms of all plans of an outline with these homes, except plans that take more than `most` seconds."""
         ...
 
     def least(self, space: PlanSpace, outline: Parallelism, rows: int, homes: Sequence[Homes]) -> float:

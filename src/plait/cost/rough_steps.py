@@ -54,7 +54,7 @@ def rough_steps(
     memory: float,
     most: float,
 ) -> Iterator[RoughStep]:
-    """Closed forms of all plans of an outline with these homes, but of those that take more than `most` seconds."""
+    """Closed forms of all plans of an outline with these homes, except plans that take more than `most` seconds."""
     cells, relief = forms.cells(outline, rows), forms.relief(outline, rows) if space.allows_budget(outline) else ()
     saves = outline.num_micro * relief[-1][1] if relief else 0.0
     kept, layer = forms.kept(outline, rows)
@@ -93,8 +93,10 @@ def rough_steps(
 def least_on_device(
     forms: StepForms, space: PlanSpace, outline: Parallelism, rows: int, homes: Sequence[Homes]
 ) -> float:
-    """Bytes on the device that each plan of an outline with these homes takes at least: of each class of memory what
-    that plan has which takes least of it, with the most ranks for ZeRO and the fewest microbatches in flight."""
+    """A lower bound of the bytes on the device of every plan of an outline with these homes.
+
+    For each class of memory it counts the least that any of the plans takes: with the most ranks for ZeRO, and with the
+    fewest microbatches in flight."""
     stages = [stage for stage in ZERO_STAGES if space.limits.allow("zero", stage)] or [0]
     ranks = outline.batch * outline.context
     if ranks == 1:

@@ -87,7 +87,7 @@ class ShapeEvaluator:
     def rough(
         self, space: PlanSpace, outline: Parallelism, rows: int, homes: Sequence[Homes], memory: float, most: float
     ) -> Iterator[RoughStep]:
-        """Closed forms of all plans of an outline with these homes, but of those that take more than `most` seconds."""
+        """Closed forms of all plans of an outline with these homes, except plans that take more than `most` seconds."""
         return rough_steps(self, space, outline, rows, homes, memory, most)
 
     def least(self, space: PlanSpace, outline: Parallelism, rows: int, homes: Sequence[Homes]) -> float:

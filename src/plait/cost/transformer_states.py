@@ -1,4 +1,4 @@
-"""What the states of a transformer take: sums of gradients, gathers, updates, copies, exchanges of replicas.
+"""Time and memory of a transformer's states: sums of gradients, gathers, updates, copies, exchanges of replicas.
 
 Closed forms, as in cost/transformer_step.py, which adds them up. A rank has `own` parameters before ZeRO cuts them.
 

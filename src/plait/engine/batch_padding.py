@@ -1,4 +1,4 @@
-"""Batches padded to few shapes, for `shapes=bucket:N`: which lengths a run has met, and what padding added."""
+"""Pads batches to few shapes, for `shapes=bucket:N`: keeps the lengths that a run has met, and removes the padding."""
 
 from __future__ import annotations
 

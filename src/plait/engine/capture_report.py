@@ -46,7 +46,7 @@ class CaptureReport:
 
     @property
     def again(self) -> int:
-        """The number of captures beside the first of training, and the first of evaluation."""
+        """The number of captures after the first one of training and the first one of evaluation."""
         return len(self) - len({each.train for each in self})
 
     def __str__(self) -> str:

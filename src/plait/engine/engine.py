@@ -146,8 +146,9 @@ class Engine:
         return CaptureReport(tuple(self._executor.captures) if isinstance(self._executor, RankExecutor) else ())
 
     def prepare(self, batch: Any) -> bool:
-        """Capture the step, lay it out, place the parameters and make the optimizer, with the first batch; whether this
-        was the first. If it fails the model is as it was."""
+        """Capture the step, lay it out, place the parameters and make the optimizer, if this is the first batch.
+
+        Returns whether it was the first batch. If preparing fails, the model is left as it was."""
         if self.is_prepared:
             return False
         before = AsItWas(self.compiler.model)

@@ -36,7 +36,7 @@ _filtering = threading.RLock()  # warning filters are global to the process
 _TRIED = (4, 6, 2, 2, 2, 2)  # shape of the tensors that an optimizer is tried on, up to the number of dims
 # Scales of their gradients, step by step: at some of them a limit on updates takes effect, or what earlier steps left.
 _SCALES = (1.0, 1.0, 100.0, 1.0, 0.01, 1.0, 1.0, 1.0)
-_APART = "updates an element by what others of its tensor, or other tensors, are"
+_APART = "updates an element by the values of other elements, or of other tensors"
 
 # By optimizer: the meta tensors, by name, that it was given for the parameters of other ranks.
 _absent: WeakKeyDictionary[torch.optim.Optimizer, dict[str, nn.Parameter]] = WeakKeyDictionary()
@@ -265,7 +265,7 @@ def _scattered(trial: _Trial, tolerance: float) -> str:
     if any(_others(found, numbers, tolerance) for _, found in some) or any(
         _apart(some[index % 2][0][index], whole, tolerance) for index, whole in enumerate(wholes)
     ):
-        return "updates a tensor by what others are"
+        return "updates a tensor by the values of other tensors"
     return ""
 
 

@@ -212,8 +212,9 @@ class RankExecutor:
         changes = self.compiler.captures.changes.get(id(captured), Changes())
         if len(parts) > 1 and not changes.steady:
             raise CaptureError(
-                f"the step changes {changes.effects[0].place}, with which it is another step, and the microbatches of"
-                f" micro={len(parts)} share one; leave micro out, or set the value before the first step"
+                f"the step changes {changes.effects[0].place}, and needs another graph with the new value, but the"
+                f" microbatches of micro={len(parts)} share one graph; leave micro out, or set the value before the"
+                " first step"
             )
         before = changes.begin()
         leaves = (self._leaves(part, program) for part in parts)

@@ -207,7 +207,7 @@ def record_step(optimizer: torch.optim.Optimizer, kinds: Sequence[KindOfParamete
     twin.state = defaultdict(dict)
     twin.param_groups = [{**group, **_plain(group), "params": []} for group in optimizer.param_groups]
     if hasattr(twin, "bind"):
-        refusal = _not_by_element(name, "what other elements of the tensor are")
+        refusal = _not_by_element(name, "other elements of the tensor")
         raise PlanError(refusal)
     for kind in kinds:
         shape, number = small_shape(max(kind.ndim, 1)), recorder.begin()

@@ -107,7 +107,7 @@ class XlaExecutor(RankExecutor):
 
     @property
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """The same, whose values may be old."""
+        """The parameters in host memory, whose values may be older than those on the devices."""
         return self.rank_parameters.parameters
 
     @torch.no_grad()
@@ -166,8 +166,10 @@ class XlaExecutor(RankExecutor):
 
     @contextmanager
     def updating(self, run: StepRunner, frozen: tuple[str, ...]) -> Iterator[None]:
-        """Context in which `run` runs steps and updates, as long as the parameters that are `frozen` are so still: the
-        optimizer first takes over what begins to train."""
+        """Context in which `run` runs steps together with their updates.
+
+        It does so only while the `frozen` parameters are the same as before: the optimizer must first take over a
+        parameter that begins to train."""
         self._updating = (run, frozen)
         try:
             yield

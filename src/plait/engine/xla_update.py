@@ -32,7 +32,7 @@ _COUNTS = ("step", "mu_product", "eta", "mu")  # 0-d state in torch.optim that i
 
 @dataclass(frozen=True)
 class UpdateOutcome:
-    """What an update has come to: whether it was made, and the norm of the gradients before clipping."""
+    """The outcome of an update: whether it was made, and the norm of the gradients before clipping."""
 
     updated: bool
     norm: Tensor | None

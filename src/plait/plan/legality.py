@@ -367,7 +367,7 @@ def of_changes(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
         )  # fmt: skip
     if facts.unsteady and plan.micro > 1:
         yield Refusal(
-            f"the step changes {facts.unsteady}, with which it is another step, but the microbatches of"
+            f"the step changes {facts.unsteady}, and needs another graph with the new value, but the microbatches of"
             f" micro={plan.micro} share one graph", "", "leave micro out, or set the value before the first step",
         )  # fmt: skip
 

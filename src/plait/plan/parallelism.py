@@ -132,8 +132,8 @@ class Parallelism:
 
     @property
     def sent_rows(self) -> float:
-        """Rows that travel to experts, in those that a balanced router sends. Activations that are kept elsewhere have
-        fixed lengths, with room for all."""
+        """Rows that travel to experts, as a multiple of those that a balanced router sends. Offloaded activations have
+        fixed lengths, with room for all rows."""
         most = float(self.experts)
         return min(self.capacity, most) if self.capacity else 1.0 if self.homes.activations == DEVICE else most
 

@@ -65,7 +65,7 @@ class Plan:
     )
     replica: int = _key(Axis(), 1, "copies of the data ranks, each with its part of the batch and all that zero splits")
     data: int = _key(Axis(), 1, "ranks that each take a part of the batch")
-    expert: int = _key(Axis(), 1, "ranks, of those of data, that each take a part of the experts; alone it gives data")
+    expert: int = _key(Axis(), 1, "ranks of data that each take a part of the experts; without data=, data is as large")
     expert_capacity: float | None = _key(
         Real(0.01),
         None,
@@ -75,19 +75,19 @@ class Plan:
     )
     tensor: int = _key(Axis(), 1, "ranks that each take a part of the weights")
     stages: tuple[tuple[str, int], ...] = _key(
-        StagePlans(), (), "how the ranks of each stage split it, as [tensor=2 | data=2], with which pipeline is 2"
+        StagePlans(), (), "how the ranks of each stage split it; [tensor=2 | data=2] has two stages, of two ranks each"
     )
     other_axes: tuple[tuple[str, int], ...] = _key(AxisSizes(_OTHER_AXES), (), "sizes of axes that have no field here")
     sequence: str = _key(
         Choice(("no", "yes")),
         "no",
-        "whether ranks of tensor also split the sequence of what lies between split weights",
+        "whether ranks of tensor also split the sequence of activations between split weights",
     )
     context_kind: str = _key(
         Choice(("auto", "ulysses", "ring", "gather")),
         "auto",
-        "how attention sees the positions of other ranks of context: exchanged for heads, travelling, or gathered; auto"
-        " is what sends least",
+        "how attention reads the positions of other ranks of context: exchanged for heads (ulysses), around a ring, or"
+        " gathered; auto takes what sends the fewest bytes",
         name="context.kind",
     )
     zero: int = _key(Number(0, 3), 0, "split over data: 1 optimizer state, 2 and gradients, 3 and parameters")
@@ -100,12 +100,14 @@ class Plan:
     )
     schedule: str = _key(ScheduleName(), "1f1b", "the order in which a pipeline's ranks take microbatches, or a file")
     chunks: int = _key(Number(1), 1, "stages that each rank of a pipeline has, where the schedule leaves it open")
-    cut: tuple[str, ...] = _key(Names(), (), "modules with which the stages of a pipeline begin, but the first")
+    cut: tuple[str, ...] = _key(
+        Names(), (), "modules with which the stages of a pipeline begin, except the first stage"
+    )
     recompute: Recompute = _key(Recomputes(), NO_RECOMPUTE, "activations that are dropped and recomputed")
     precision: str = _key(
         Choice(("fp32", "bf16", "fp16", "bf16-params", "fp16-params")),
         "fp32",
-        "the precision of products, by autocast, or with -params of all that the model computes",
+        "the precision of matrix products, by autocast; with -params that of all that the model computes",
     )
     exceptions: tuple[tuple[str, str], ...] = _key(
         Family("precision.", Choice(("fp32", "bf16", "fp16"))), (), "precision of modules, by name pattern"
@@ -296,7 +298,7 @@ class Plan:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """The precisions of which it is said what computes in them: fp32, bf16, fp16."""
+        """The precisions that the plan names, for the model or for some modules: fp32, bf16, fp16."""
         names = (self.precision, *(name for _, name in self.exceptions))
         return tuple(dict.fromkeys(name.removesuffix(OF_PARAMETERS) for name in names))
 
@@ -307,8 +309,9 @@ class Plan:
 
     @property
     def fixed_rows(self) -> bool:
-        """Whether rows travel to experts in parts of a fixed length, and not as many as there are: the plan says how
-        many, or code is compiled or memory set aside for their number."""
+        """Whether a fixed number of rows travels to each expert's rank, and not the number that the router gives.
+
+        It is fixed by a capacity in the plan, and for compiled code or activations that are offloaded."""
         return self.expert_capacity is not None or self.compile != "none" or self.home_activations != "device"
 
     @property

@@ -304,8 +304,8 @@ class Cluster:
         return {key: sorted(points) for key, points in found.items()}
 
     def measured_seconds(self, kind: str, num_bytes: float, spread: tuple[int, ...]) -> float | None:
-        """Seconds of a collective between those that were measured on groups that lie alike, linear in bytes; beyond
-        the largest as long for each byte. None where no such group was measured."""
+        """Seconds of a collective, interpolated linearly in bytes between collectives that were measured on groups with
+        the same spread. Beyond the largest, the seconds per byte stay the same. None if no such group was measured."""
         points = self._measured.get((kind, spread))
         if not points:
             return None

@@ -1,4 +1,4 @@
-"""TOML as a value. What the parser of Python does not say as an error of TOML is said as one here."""
+"""Parses TOML. Errors that Python's parser raises as something else are raised as TOMLDecodeError too."""
 
 from __future__ import annotations
 

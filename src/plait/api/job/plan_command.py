@@ -117,7 +117,7 @@ def _of_job(config: Config, most_rows: int, find: Callable[[], Cluster]) -> Mode
     own, given = first_batch(config, data), config.train.batch_size
 
     def batch_of(rows: int) -> Any:
-        """Of another size the shapes alone, which are what is simulated."""
+        """A global batch of so many rows; of another size than the given one it has shapes only, without values."""
         if rows == given:
             return own
         return map_batch(lambda _, leaf: _with_rows(leaf, rows), own)

@@ -166,8 +166,8 @@ def _to_neighbours(comm: Comm, to_next: Tensor, to_previous: Tensor) -> tuple[Te
 
 @carries_out(comm_ops.exchange_rows)
 def exchange_rows(world: World, tensor: Tensor, axis: str, counts: Tensor, back: bool) -> Tensor:
-    """The first counts[0, i] rows, those after them, and so on, go to ranks i; the result has counts[1, j] rows from
-    rank j."""
+    """Rank i gets the next counts[0, i] rows of the tensor; the result has counts[1, j] rows from rank j. With `back`
+    the two rows of `counts` change places."""
     return world.comm(axis).all_to_all_rows(tensor.contiguous(), counts.flip(0) if back else counts).wait()
 
 

@@ -75,7 +75,7 @@ def _own(value: Any) -> Any:
 
 
 def no_lowering(node: Node, why: str = "") -> Refusal:
-    """The refusal of an op that XLA does not get from plait."""
+    """The refusal of an op that has no lowering, and that no simpler ops replace; `why` says more about the op."""
     where = info_of(node).module
     what = f"backend=xla has no lowering for the op {node.target}{f' {why}' if why else ''}"
     what += f", which {where} calls" if where else ", which the model or the loss calls"

@@ -165,7 +165,7 @@ class EmptyRounds:
                 each.masks.append(made.mask)
 
     def note_reduction(self) -> None:
-        """Note that a number was computed from several rows: of none it may be no number at all."""
+        """Note that a number was computed from several rows, and so may be NaN if there are none."""
         for each in self._running:
             each.reduces = True
 
@@ -187,8 +187,10 @@ class EmptyRounds:
             raise error
 
     def _counts(self, node: Node) -> bool:
-        """Whether a call computes floats from a number of rows, or any other number that is computed from integers. It
-        may be none where there are no rows, such as 1 / 0, and so may its gradient, which zeros do not take away."""
+        """Whether a call computes floats from a number of rows, or from another number that comes from integers.
+
+        Without rows its result may be infinite or NaN, such as 1 / 0, and so may its gradient, also where it is
+        multiplied by zero."""
         if not is_tensor(node) or not node.meta["val"].dtype.is_floating_point:
             return False
         inputs = tensor_inputs(node)

@@ -46,8 +46,8 @@ class ExpertLoop:
 
     Python may ask whether the place is a certain number: the rows of that place then are in a round of their own.
 
-    Python may ask for the number, as for `self.experts[expert]`. Then there is a round for each number. The first is
-    that of all rows; of the parameters of its expert it takes those of all experts, from `modules`. The others must
+    Python may ask for the number, as for `self.experts[expert]`. Then there is a round for each number. The first round
+    has all rows, and takes the parameters of all experts, from `modules`, in place of those of its own. The others must
     compute the same, each with the parameters of its own expert, and add nothing.
     """
 
@@ -116,7 +116,9 @@ class ExpertLoop:
         raise dynamic()
 
     def candidates(self, mask: Node, num_rows: int) -> list[Node]:
-        """Integers, one for each row, from which the mask is computed; the nearest first. No number of rows is any."""
+        """Integers, one for each row, from which the mask is computed, the nearest first.
+
+        With `num_rows` 0, integers of any number."""
         found: list[Node] = []
         seen, queue = {mask}, [mask]
         for node in queue:

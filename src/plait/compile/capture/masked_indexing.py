@@ -89,21 +89,22 @@ class Selections(TorchFunctionMode):
         self.empty.note_addition(addition)
 
     def reduced(self, found: Tensor) -> Tensor:
-        """Note that a number is computed from several rows: of none it may be no number. Returns it."""
+        """Note that `found` is computed from several rows, and so may be NaN if there are none. Returns it."""
         self.empty.note_reduction()
         self._reduced.add(self._recorder.node_of(found))
         return found
 
     def beside(self, x: Tensor, rows: Selected) -> Tensor:
-        """A tensor that rows are combined with, which is a number even if none of them counts: the mean of no rows is
-        none, and zeros do not take that away from gradients."""
+        """The tensor `x`, with which rows are combined, without NaN if none of the rows counts.
+
+        The mean of no rows is NaN, and a gradient of zero times NaN would still be NaN."""
         node = self._recorder.nodes.get(id(x))
         if node is None or not self._reduced or self._reduced.isdisjoint(_sources(node)):
             return x
         return torch.where(rows.count > 0, x, torch.full((), FILL, dtype=x.dtype, device=x.device))
 
     def has_rows(self, asks: object, expected: bool) -> bool:
-        """The truth value that Python is told, of a question whether a round has rows; `expected` if it has."""
+        """The answer for Python to whether a round has rows: `expected`, the answer if it has some."""
         frame = users_frame(sys._getframe(1))
         part = None if frame is None else part_left_out(frame)
         if frame is None or part is None or part.runs is not expected:
@@ -112,7 +113,7 @@ class Selections(TorchFunctionMode):
         return expected
 
     def has_length(self, asks: object) -> int:
-        """The number of rows of a round that Python is told, if it asks in order to know whether it is 0."""
+        """The answer for Python to how many rows a round has, where only 0 or more matters."""
         frame = users_frame(sys._getframe(1))
         part = None if frame is None else part_behind_length(frame)
         if frame is None or part is None or not part.runs:

@@ -58,16 +58,16 @@ class Owner(Protocol):
         """Note that rows were added to a value."""
 
     def reduced(self, found: Tensor) -> Tensor:
-        """Note that a number is computed from several rows: of none it may be no number. Returns it."""
+        """Note that `found` is computed from several rows, and so may be NaN if there are none. Returns it."""
 
     def beside(self, x: Tensor, rows: Selected) -> Tensor:
-        """A tensor that rows are combined with, which is a number even if none of them counts."""
+        """The tensor `x`, with which rows are combined, without NaN if none of the rows counts."""
 
     def has_rows(self, asks: object, expected: bool) -> bool:
-        """The truth value that Python is told, of a question whether a round has rows; `expected` if it has."""
+        """The answer for Python to whether a round has rows: `expected`, the answer if it has some."""
 
     def has_length(self, asks: object) -> int:
-        """The number of rows of a round that Python is told, if it asks in order to know whether it is 0."""
+        """The answer for Python to how many rows a round has, where only 0 or more matters."""
 
 
 class Selected:
@@ -187,8 +187,8 @@ class InOne:
 
 
 class UnknownCount:
-    """A number of rows that the step never has as a number of its own: a size of a view, or asked whether it is 0. Any
-    other use raises.
+    """A number of rows that is not known while the step is captured. It may be a size of a view, or compared with 0.
+    Any other use raises.
 
     With `owner`, the rows are those of the round `asks`.
     """

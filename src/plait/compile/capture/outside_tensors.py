@@ -131,8 +131,8 @@ class Outside:
         return next((t for real_id, t in self._reached.own.items() if names.get(real_id) == self._buffers[root]), None)
 
     def check_made(self, made: Sequence[MadeBuffer], written: Collection[str]) -> None:
-        """Raise CaptureError for a buffer that the step has made of more than constants, and of buffers that stay as
-        they are: the next step would read what this one has put there."""
+        """Raise CaptureError for a buffer that the step makes from more than constants and unchanged buffers: the next
+        step would read the value that this step has left in it."""
         steady = {node for node, name in self._buffers.items() if name not in written} | {
             *self._recorder.constant_nodes
         }
@@ -142,7 +142,7 @@ class Outside:
                 raise CaptureError(hands_on(each.name))
 
     def check_held(self, written: Collection[str]) -> None:
-        """Raise CaptureError if the step changes a buffer, of these, whose numbers Python has read."""
+        """Raise CaptureError if Python has read numbers of one of the `written` buffers, which the step changes."""
         for name in self._held & {*written}:
             raise CaptureError(
                 f"the step changes the buffer {name}, and Python needs a number in it, so that each step would be"
@@ -151,7 +151,7 @@ class Outside:
 
 
 def hands_on(name: str) -> str:
-    """What is said of a buffer that a step makes for the next one."""
+    """The error message for a buffer that a step makes and the next step reads."""
     return (
         f"the step makes the buffer {name}, and the next step goes on from it; register it in __init__, with its shape"
         " and first value, or run the model once on a batch, model(x), before you hand it over"

@@ -85,7 +85,7 @@ def output_node(graph: Graph) -> Node:
 
 
 def settled(node: Node) -> Node:
-    """The last node of `node`'s group of placeholders, or `node`: calls that use it may follow."""
+    """The node after which calls that read `node` may be inserted: the last of its group of placeholders, or `node`."""
     while node.op == "placeholder" and node.next.op == "placeholder":
         node = node.next
     return node
@@ -100,8 +100,8 @@ def device_type(graph: Graph) -> str:
 def append_call(graph: Graph, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str = "") -> Node:
     """Append a call to a graph, as `graph.call_function`.
 
-    The arguments are set on a node without any: of one that is made with them fx looks for symbolic sizes among them,
-    which no graph of plait has, and that takes as long as all else.
+    The arguments are set after the node is made. If they are given to the constructor, fx searches them for symbolic
+    sizes, which no graph of plait has, and that doubles the time.
     """
     node = graph.create_node("call_function", op, name=name or None)
     node.args = args
@@ -128,7 +128,7 @@ def copy_graph(graph: Graph) -> Graph:
 
 
 def drop_dead_calls(graph: Graph) -> None:
-    """Erase the calls that nobody reads, and that do nothing else either."""
+    """Erase the calls without readers and without side effects."""
     for node in reversed(graph.nodes):
         if not node.users and node.op not in ("placeholder", "output") and not _has_effect(node):
             graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""What passes that rewrite a graph share: new calls with values of their own, and the order of a value's elements."""
+"""Shared by the passes that rewrite a graph: new calls with their values, and the order of a value's elements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def write(like: Node, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-    """A new call where the graph inserts. It belongs to what `like` belongs to, and has its value worked out."""
+    """Insert a call at the graph's insertion point. Its NodeInfo is that of `like`, and its value is computed."""
     node = like.graph.call_function(op, args, kwargs)
     (mode,) = {value.fake_mode for value in output_values(like) if isinstance(value, FakeTensor)}
     given = map_arg((args, kwargs), lambda source: source.meta["val"])
@@ -30,8 +30,7 @@ def write(like: Node, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node
 
 
 def same_order(node: Node) -> Node | None:
-    """The one tensor of which the node's value has all elements in the same order, in any shape; None if there is
-    none."""
+    """The input of which the node's value has all elements in the same order, in any shape; None if there is none."""
     row = op_spec_of(node)
     if node.op != "call_function" or not is_tensor(node) or (row.view is None and row.copies != 0):
         return None
@@ -51,8 +50,8 @@ def _kind(node: Node) -> tuple[Any, ...]:
 
 
 def dims_from(node: Node) -> list[int | None]:
-    """For each dim of a view of one tensor, the dim of the tensor that it is; None for one that it does not have, and
-    for all of them if the op's row does not say."""
+    """For each dim of a view, the dim of its tensor that it is; None for a dim that the tensor does not have. All are
+    None if the op's row does not say."""
     factors = op_spec_of(node).factors(call_of(node))
     found = {factor.outputs[0]: factor.inputs[0] for factor in factors}
     return [found.get(d) for d in range(node.meta["val"].ndim)]
@@ -84,9 +83,9 @@ def root_of(node: Node) -> Node:
 
 
 def take_place(node: Node, value: Node) -> None:
-    """Let the readers of a node read `value`, which has its elements in the same order, perhaps in another shape.
+    """Let the readers of a node read `value`, which has the same elements in the same order, perhaps in another shape.
 
-    Readers that only bring it into another shape go. Insert after `value` and before all readers."""
+    Readers that only reshape it are removed. The insertion point must be after `value` and before all readers."""
     for user in list(node.users):
         if same_order(user) is node:
             if user.meta["val"].shape == value.meta["val"].shape:
@@ -98,10 +97,10 @@ def take_place(node: Node, value: Node) -> None:
 
 
 class Axes:
-    """How the dims of a value are those of another that views of it lead to, followed from the last one back.
+    """The dims of a view, and those of the value that it is a view of through several views, followed backwards.
 
-    Each dim is a tuple of ranges, outermost first; a range of one element is none. `start` has the dims of the last
-    value, `dims` those of the value that was reached. A dim that a view merges or splits is split in both."""
+    Each dim is a tuple of ranges, outermost first, without ranges of one element. `start` has the dims of the view,
+    `dims` those of the value that was reached. A dim that one of the views merges or splits is split in both."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.sizes = dict(enumerate(shape))
@@ -109,7 +108,7 @@ class Axes:
         self.dims = list(self.start)
 
     def back(self, node: Node) -> bool:
-        """Go from a view to what it is a view of; False, and nothing changes, if it is none or has other elements."""
+        """Go from a view to its tensor. Returns False, and changes nothing, if the node is not a view of all of one."""
         row = op_spec_of(node)
         if node.op != "call_function" or not is_tensor(node) or row.view is None:
             return False

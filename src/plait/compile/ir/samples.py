@@ -1,5 +1,7 @@
-"""Values of nodes worked out on the CPU: of constants, and of what is computed from the experts of rows, for samples of
-these. A property of what a model computes from them is known if all samples have it, however it is computed."""
+"""Computes values of nodes on the CPU: from constants, and from samples of the ids of the experts of rows.
+
+A property that holds for all samples is taken to hold for the model, whatever ops compute the value.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ _MOST_BYTES = 1 << 31  # of a value that is worked out before the step runs
 
 
 def known_value(node: Node, given: Mapping[Node, Tensor], memo: dict[Node, Any]) -> Any:
-    """The value of a node that is computed from `given` values and constants, on the CPU. `memo` has what was found.
+    """The value of a node that is computed from `given` values and constants, on the CPU. `memo` keeps values.
 
-    None if it depends on anything else, or is large.
+    None if the node depends on anything else, or if its value is large.
     """
     stack = [node]
     while stack:
@@ -77,7 +79,7 @@ def _run(node: Node, memo: Mapping[Node, Any]) -> Any:
 
 
 def whole_numbers(node: Node) -> Node:
-    """The first integers of which views and casts make the node's value; the node itself if these are no integers."""
+    """The integers that views and casts turn into the node's value; the node itself if they are not integers."""
     while True:
         source = same_order(node)
         if source is None and op_spec_of(node).copies == 0:
@@ -90,10 +92,10 @@ def whole_numbers(node: Node) -> Node:
 def holds_for_samples(
     node: Node, root: Node, num_experts: int, agrees: Callable[[Tensor, dict[Node, Tensor]], bool], *how: Any
 ) -> bool:
-    """Whether `agrees` holds for samples of the experts of rows: their ids, flat, and the value of the root for them.
+    """Whether `agrees(ids, values)` is true for all samples: flat ids of the experts of rows, and {root: its value}.
 
-    `agrees` must depend on nothing but `how` and how `node` is computed from `root`: layers that compute it alike are
-    tried once.
+    `agrees` must depend only on `how` and on how `node` is computed from `root`, because layers that compute it alike
+    are tried once.
     """
     value = root.meta["val"]
     mode, key = value.fake_mode, (agrees.__qualname__, num_experts, how, signature(node, root))
@@ -140,7 +142,7 @@ def sample_ids(num_rows: int, num_experts: int) -> list[Tensor]:
 
 
 def bound_of(node: Node) -> int | None:
-    """A number that integers are certainly below, and not below zero; None if none is known."""
+    """An upper bound: the integers are from 0 to below it. None if no bound is known."""
     node = whole_numbers(node)
     while (made := same_order(node) or _part_of(node)) is not None:
         node = whole_numbers(made)

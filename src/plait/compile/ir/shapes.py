@@ -1,8 +1,8 @@
 """Memoized shapes of results: layers repeat, and a call on tensors of the same shapes and strides has known results.
 
-What is not known yet is worked out by the op's kernel for the meta device where that is all there is to it. The fake
-tensors' own mode takes four to ten times as long for the same shapes. What such a kernel of ATen has said, all steps of
-the process know: it depends on nothing else.
+A result that is not known yet comes from the op's kernel for the meta device, if that kernel alone decides it: the mode
+of fake tensors takes four to ten times as long for the same shapes. Results of such ATen kernels depend on nothing
+else, so all steps of the process share them.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class ShapeMemo:
 
 @functools.cache
 def needs_shapes_only(op: Any) -> bool:
-    """Whether an op's kernel for the meta device tells what its results are like on any device: it has one that does
-    not ask, and the mode of fake tensors has nothing of its own for the op."""
+    """Whether an op's kernel for the meta device gives the shapes, strides and dtypes of its results on every device,
+    and the mode of fake tensors has no rule of its own for the op."""
     return _runs_on_meta(op) and not any(is_own(op) for is_own, _ in op_implementations_checks)
 
 
@@ -107,9 +107,10 @@ def _runs_on_meta(op: Any) -> bool:
 
 
 def on_meta(func: Any, args: Any, kwargs: Any, key: tuple[Any, ...] | None = None) -> Any:
-    """The result of a call on fake tensors of one device, by the op's kernel for the meta device; None if that does not
-    do, or raises what the call itself will. With `key`, the call with tensors as their geometry, the kernel is not
-    asked for what it has said before in this process."""
+    """The result of a call on fake tensors of one device, by the op's kernel for the meta device.
+
+    None if that kernel is not enough, or if it raises, as the call itself then will. `key` identifies the call by the
+    geometry of its tensors; with it, an earlier result in this process is used again."""
     if kwargs.get("device") is not None:
         return None
     fakes = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
@@ -144,9 +145,11 @@ def _meta_like(tensor: Tensor) -> Tensor:
 
 
 def view_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    """The views that a view op returns of one fake tensor, by the op's kernel for the meta device; None if that does
-    not do, or raises what the call itself will. They share the tensor's memory, as views do. Sizes are known, so what
-    the mode of fake tensors has of its own for views, which is for sizes that are not, is not needed."""
+    """The views that a view op returns of one fake tensor, by the op's kernel for the meta device. They share its
+    memory.
+
+    None if that kernel is not enough, or if it raises, as the call itself then will. The rules for views in the mode of
+    fake tensors are not needed, because they are for symbolic sizes."""
     base = args[0] if args else None
     if not isinstance(base, FakeTensor) or _has_values(base) or not _runs_on_meta(func):
         return None
@@ -177,10 +180,10 @@ def _replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class StepMode(FakeTensorMode):
-    """The mode of one step's fake tensors. Passes and plans of the step share what they find out about calls on them.
+    """The mode of one step's fake tensors. Passes and plans of the step share its results.
 
     shapes  results of calls, which must not be changed or bound
-    holds   properties of computations that were tried on samples (ir/samples.py), by what is computed how
+    holds   properties that were tried on samples (ir/samples.py), by the computation that was tried
     """
 
     def __init__(self) -> None:

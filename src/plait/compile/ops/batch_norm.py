@@ -1,6 +1,5 @@
-"""Batch norm of every kind. Channels can always be sharded. In training the statistics are those of the whole batch:
-if a
-batch or spatial dim is sharded, the op is rewritten as sums over it. In evaluation every dim can be sharded."""
+"""Batch norm of every kind. Channels can always be sharded. In training the statistics are those of the whole batch: if
+a batch or spatial dim is sharded, the op is rewritten as sums over it. In evaluation every dim can be sharded."""
 
 from __future__ import annotations
 

@@ -27,13 +27,13 @@ def stack_experts(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def expert_of(stacked: Tensor, number: int) -> Tensor:
-    """That of one expert."""
+    """The part of a stacked tensor that belongs to expert `number`."""
     return stacked.select(0, number)
 
 
 def own_part(*parts: Tensor) -> Tensor:
-    """The one of these values that this rank has: each is on another rank of an axis. In the graph of a rank it takes
-    the place of the call (compile/rank_program.py)."""
+    """The value that this rank has, of values that lie on different ranks of an axis. In the graph of a rank that value
+    replaces the call (compile/rank_program.py)."""
     return parts[0]
 
 

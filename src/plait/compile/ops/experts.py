@@ -165,8 +165,7 @@ def _by_row(mask: Tensor, ndim: int) -> Tensor:
 
 
 def pair_rows(num_rows: int, parts: int, capacity: float) -> int:
-    """How many rows a rank of `num_rows` sends to each of `parts` ranks, room for rows that it may not have
-    included."""
+    """The number of rows that a rank with `num_rows` rows sends to each of `parts` ranks, unused room included."""
     if not capacity:
         return num_rows
     return min(num_rows, max(1, -(-round(num_rows * capacity * 1000) // (1000 * parts))))
@@ -357,14 +356,14 @@ EXPERT_ROWS, EXPERT_SUMS = expert_rows._opoverload, expert_sums._opoverload
 
 
 def axis_of(args: Sequence[Any], op: Any) -> tuple[str, int]:
-    """The axis whose ranks have parts of the experts, and their number, 0 as long as they are not cut; no name for a
-    call that has all experts."""
+    """The axis whose ranks each have a part of the experts, and the number of parts; ("", 1) for a call that has all
+    experts. The number is 0 until the axis is applied."""
     rest = args[_WHERE[op] :]
     return (rest[0], rest[1]) if rest and rest[0] else ("", 1)
 
 
 def mark_experts(graph: Graph, axis: str) -> None:
-    """Say of the calls of experts that an axis is to cut the experts. Changes the graph."""
+    """Mark the calls of experts: the axis is to cut their experts. Changes the graph."""
     for node in graph.nodes:
         if node.target in _WHERE:
             node.args = (*node.args[: _WHERE[node.target]], axis, 0)

@@ -124,7 +124,7 @@ class _Finder:
         return bool(self._ids)
 
     def known(self, node: Node) -> None:
-        """A product that the model itself has as a call of compile/ops/experts.py."""
+        """Take a product that is a call of compile/ops/experts.py already."""
         *_, weight, ids = tensor_inputs(node)
         self._ids.setdefault((root_of(ids), weight.meta["val"].shape[0]), ids)
 
@@ -287,7 +287,7 @@ def _added(like: Node, table: Node, total: Node) -> Node:
 
 
 def _from_batch(graph: Graph) -> set[Node]:
-    """What is computed from the batch, so that it is no weight."""
+    """The values that are computed from the batch, and so are not weights."""
     found: set[Node] = set()
     for node in graph.nodes:
         if info_of(node).kind == "batch" or any(one in found for one in node.all_input_nodes):
@@ -296,7 +296,7 @@ def _from_batch(graph: Graph) -> set[Node]:
 
 
 def _counts_from_zero(node: Node) -> bool:
-    """Whether the integers are certainly none below zero."""
+    """Whether it is certain that no integer is below zero."""
     while True:
         if (source := same_order(node)) is not None:
             node = source
@@ -343,7 +343,7 @@ def is_stack(node: Node) -> bool:
 
 
 def uncast(node: Node) -> Node:
-    """The value that was cast to become this one."""
+    """The value before casts and copies."""
     while node.op == "call_function" and op_spec_of(node).copies == 0:
         node = tensor_inputs(node)[0]
     return node

@@ -5,8 +5,7 @@ Values within a layer may be dropped. The outputs of a layer are kept, so that a
 values to keep: it minimises the time of recomputation within so many bytes (as in Checkmate, Jain et al. 2020, with
 each value recomputed at most once). What was gathered is gathered once more (Korthikanti et al. 2022), and what an
 all-to-all has brought, such as rows for experts, is sent once more, except within a budget; results of other
-collectives are kept. Dropout masks are the same the second time, because they depend on the
-key of the step only.
+collectives are kept. Dropout masks are the same the second time, because they depend on the key of the step only.
 """
 
 from __future__ import annotations

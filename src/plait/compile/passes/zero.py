@@ -133,8 +133,8 @@ def scatter_gradients(graph: Graph, cuts: Mapping[int, tuple[Cut, str]]) -> Grap
 
 
 def join_sums(graph: Graph, joined: Sequence[str]) -> Graph:
-    """Let outputs that are summed over several axes, one after the other, be summed over all of them at once, if they
-    are joined. Of `joined` the first that fits is taken. Changes `graph` and returns it."""
+    """Sum outputs over joined axes at once, where the graph sums them over one axis after the other. The first of
+    `joined` that fits is taken. Changes `graph` and returns it."""
     end = output_node(graph)
     for result in dict.fromkeys(end.all_input_nodes):
         sums = {str(one.args[1]): one for one in sums_before(result, end)}

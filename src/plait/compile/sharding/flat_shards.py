@@ -53,7 +53,7 @@ class Cut:
 
 
 def cuts_of(sharding: ShardingPlan) -> dict[str, Cut]:
-    """How each parameter is cut of which a rank has only a part, by name."""
+    """By name, how each parameter is cut that a rank has only a part of."""
     return {
         name: Cut(each.compute.local_shape(sharding.mesh), each.cut_dim, sharding.mesh.axis_size(each.cut_axis))
         for name, each in sharding.parameters.items()

@@ -1,4 +1,4 @@
-"""The fraction of a step that an axis splits which splits weights, and the weights that stay whole."""
+"""The fraction of a step that is split by an axis that splits weights, and the weights that stay whole."""
 
 from __future__ import annotations
 

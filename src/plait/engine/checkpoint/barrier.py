@@ -81,7 +81,7 @@ class Barrier:
     def waiting(self) -> AbstractContextManager[object]:
         """Context in which this thread waits for another thread of the process, which waits for other ranks."""
         monitor = self._world.monitor
-        return nullcontext() if monitor is None else monitor.waiting("a save under way", self._late)
+        return nullcontext() if monitor is None else monitor.waiting("a save in flight", self._late)
 
     def _late(self) -> list[int]:
         """The ranks that are still awaited."""

@@ -1,4 +1,4 @@
-"""RankParameters that one process holds with their optimizer: a server's pieces, or the coordinator's full model.
+"""Parameters that one process holds with their optimizer: a server's pieces, or the coordinator's full model.
 
 It is a TrainState, so that a server's snapshot and the run's checkpoint have one format.
 """
@@ -56,7 +56,7 @@ class _ServedParts:
 
 
 class OptimizerShard(TrainState):
-    """RankParameters, and the user's optimizer that updates them, as checkpoints save and load them."""
+    """Parameters, and the user's optimizer that updates them, as checkpoints save and load them."""
 
     def __init__(
         self,

@@ -230,8 +230,8 @@ class PendingReduction:
         return Cut(*first.args[3]) if first.target is scatter_part else None  # type: ignore[misc]
 
     def source(self, dtype: torch.dtype) -> Node:
-        """The tensor to put into a buffer of this dtype: the term, or what the graph casts to it only to return it. Who
-        puts it there casts it."""
+        """The tensor to copy into a buffer of this dtype: the term; if the term is a cast without other readers, the
+        value before the cast. The copy then casts it."""
         source = self.term.args[0] if is_cast(self.term) and len(self.term.users) == 1 else None
         exact = isinstance(source, Node) and torch.promote_types(source.meta["val"].dtype, dtype) == dtype
         return source if exact else self.term  # type: ignore[return-value]

@@ -44,11 +44,11 @@ def read_ahead(
     origin: str,
     before: Node | None = None,
 ) -> None:
-    """Replace the members of each bucket by what calls bring, in the readers given. Changes `graph`.
+    """Let readers take the members of each bucket from calls that bring the bucket to the device. Changes `graph`.
 
-    readers  for each member the nodes that read it
-    start    writes the call that starts to bring some members, and returns its node
-    wait     the function that takes what that call returns, and returns the tensors
+    readers  for each member, the nodes that read it
+    start    appends the call that starts to bring some members, and returns its node
+    wait     the function that takes the result of that call, and returns the tensors
     origin   where the members come from, for NodeInfo
     before   node at which the first bucket is started, if it comes before the bucket's first reader
 
