@@ -32,7 +32,7 @@ START_SECONDS = 120
 
 
 @dataclass
-class Tally:
+class Totals:
     """What became of the kills of one plan."""
 
     kills: int = 0
@@ -118,39 +118,39 @@ def logged(folder: Path, rank: int) -> list[tuple[int, str]]:
     return [(int(step), rest) for step, _, rest in lines if rest.endswith("\n")]
 
 
-def run_plan(folder: Path, plan: str, num_kills: int, moments: random.Random) -> Tally:
-    tally = Tally()
+def run_plan(folder: Path, plan: str, num_kills: int, moments: random.Random) -> Totals:
+    totals = Totals()
     run, whole = folder / "run", folder / "whole"
-    while tally.kills < num_kills:
+    while totals.kills < num_kills:
         processes = start(run, plan, 1 << 30)
         try:
             wait_ready(run, processes)
             time.sleep(moments.uniform(0, LONGEST_SECONDS))
             died = [process.exitcode for process in processes if process.exitcode is not None]
             if died:
-                tally.wrong.append(f"{plan}: ended by itself with {died}")
+                totals.wrong.append(f"{plan}: ended by itself with {died}")
                 break
         finally:
             kill(processes)
-        tally.kills += 1
-        tally.in_save += saving(run)
-        tally.before_first += not list(run.glob("step-*/manifest.json"))
-    tally.steps = max(step for step, _ in logged(run, 0)) + 1
+        totals.kills += 1
+        totals.in_save += saving(run)
+        totals.before_first += not list(run.glob("step-*/manifest.json"))
+    totals.steps = max(step for step, _ in logged(run, 0)) + 1
     for target in (run, whole):
-        processes = start(target, plan, tally.steps)
+        processes = start(target, plan, totals.steps)
         for process in processes:
             process.join(600)
         if codes := [process.exitcode for process in processes if process.exitcode != 0]:
-            tally.wrong.append(f"{plan}: the last run in {target.name} ended with {codes}")
+            totals.wrong.append(f"{plan}: the last run in {target.name} ended with {codes}")
             kill([process for process in processes if process.exitcode is None])
     for rank in range(NUM_RANKS):
         expected, found = dict(logged(whole, rank)), logged(run, rank)
-        tally.wrong += [f"{plan}: rank {rank}, step {step}" for step, rest in found if rest != expected.get(step)]
+        totals.wrong += [f"{plan}: rank {rank}, step {step}" for step, rest in found if rest != expected.get(step)]
         missing = expected.keys() - {step for step, _ in found}
-        tally.wrong += [f"{plan}: rank {rank}, step {step} is missing" for step in missing]
+        totals.wrong += [f"{plan}: rank {rank}, step {step} is missing" for step in missing]
         if rank == 0:
-            tally.repeated = sum(Counter(step for step, _ in found).values()) - len(expected)
-    return tally
+            totals.repeated = sum(Counter(step for step, _ in found).values()) - len(expected)
+    return totals
 
 
 def main() -> None:
@@ -165,13 +165,13 @@ def main() -> None:
         folder = Path(tempfile.mkdtemp(prefix="plait-kill-", dir="/var/tmp"))
         num = given.kills // len(PLANS) + (index < given.kills % len(PLANS))
         try:
-            tally = run_plan(folder, plan, num, moments)
+            totals = run_plan(folder, plan, num, moments)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        wrong += tally.wrong
-        verdict = "all" if not tally.wrong else f"{len(tally.wrong)} differ"
+        wrong += totals.wrong
+        verdict = "all" if not totals.wrong else f"{len(totals.wrong)} differ"
         rows.append(
-            f"| {plan} | {tally.kills} | {tally.in_save} | {tally.before_first} | {tally.steps} | {tally.repeated} |"
+            f"| {plan} | {totals.kills} | {totals.in_save} | {totals.before_first} | {totals.steps} | {totals.repeated} |"
             f" {verdict} |"
         )
     head = "| plan | kills | in a save | before the first | steps | done again | losses and rows as unbroken |"

@@ -14,7 +14,7 @@ from comm_worlds import forkserver
 from fuzz import grammar, plans, texts
 from fuzz.grammar import Layer, Spec, block
 from fuzz.outcome import Checker, Outcome, classify, without_values
-from fuzz.run import Tally, model_of, plan_of
+from fuzz.run import Counted, model_of, plan_of
 from fuzz.script import render
 from fuzz.shrink import shrink
 from fuzz.worker import Worker
@@ -110,13 +110,13 @@ def test_failures_are_told_apart() -> None:
 
 
 def test_a_run_says_what_it_found() -> None:
-    tally = Tally()
-    assert tally.add(0, Outcome("wrong", "loss")) and not tally.add(1, Outcome("wrong", "loss"))
-    tally.add(2, Outcome("refused", "PlanError: no"))
-    tally.add(3, Outcome("verified", seconds=1000.0))
-    said = tally.show(7, 12.0)
+    counted = Counted()
+    assert counted.add(0, Outcome("wrong", "loss")) and not counted.add(1, Outcome("wrong", "loss"))
+    counted.add(2, Outcome("refused", "PlanError: no"))
+    counted.add(3, Outcome("verified", seconds=1000.0))
+    said = counted.show(7, 12.0)
     assert "seed 7: 4 cases in 12 s: 1 verified, 1 refused, 2 wrong, 0 crashed, 0 late, 0 hung, 1 slow [3]" in said
-    assert tally.num_faults == 2 and "2 wrong: loss" in said and "1 refused: PlanError: no" in said
+    assert counted.num_faults == 2 and "2 wrong: loss" in said and "1 refused: PlanError: no" in said
 
 
 def test_a_child_that_dies_is_replaced() -> None:

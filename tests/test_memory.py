@@ -114,13 +114,13 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
     ],
 )
 def test_the_state_of_any_optimizer_is_found_by_letting_it_step(optimizer, num_states: int) -> None:
-    found = rehearsed(["data=2 zero=1"], optimizer=optimizer)[0]
+    found = dry_runs(["data=2 zero=1"], optimizer=optimizer)[0]
     assert found.updated == sum(p.numel() for p in ranks.gpt().parameters()) / 2
     assert found.most.get("optimizer", 0) == pytest.approx(4 * num_states * found.updated, rel=0.001)
 
 
 def test_what_the_optimizer_takes_while_it_steps_counts() -> None:
-    fused, plain = (rehearsed([""], optimizer=functools.partial(ranks.ADAMW, fused=f))[0] for f in (True, False))
+    fused, plain = (dry_runs([""], optimizer=functools.partial(ranks.ADAMW, fused=f))[0] for f in (True, False))
     assert fused.most.get("buffers", 0) == 0
     largest = max(p.numel() for p in ranks.gpt().parameters())
     assert plain.most["buffers"] >= 4 * largest
@@ -162,7 +162,7 @@ def test_a_model_that_is_built_on_every_rank_starts_whole() -> None:
     assert plait.memory(without_values, loss_fn, ranks.batch(), plan).fullest.start == 0
 
 
-def rehearsed(
+def dry_runs(
     plans: list[str],
     shared_memory: bool = True,
     optimizer=ranks.ADAMW,
@@ -200,7 +200,7 @@ def test_the_prediction_is_what_processes_allocate(precision: str, recomputes: t
     """Each stage of ZeRO with each precision, each of the two with and without recomputation."""
     plans = [f"data=2 zero={zero} recompute={recomputes[zero % 2]} precision={precision}" for zero in range(4)]
     measured = run("shm", Plan.parse(plans[0]).mesh, functools.partial(ranks.peaks, plans=plans))
-    for plan, expected, *found in zip(plans, rehearsed(plans), *measured, strict=True):
+    for plan, expected, *found in zip(plans, dry_runs(plans), *measured, strict=True):
         assert_as_predicted(max(found), expected, plan)
 
 
@@ -214,7 +214,7 @@ def assert_as_predicted(measured: tuple[int, int], expected: RankMemory, plan: s
 def test_over_torch_distributed_it_is_exact() -> None:
     plans = ["data=2 zero=1", "data=2 zero=1 micro=2", "data=2 zero=2 micro=2", "data=2 recompute=layer"]
     measured = run("gloo", Plan.parse(plans[0]).mesh, functools.partial(ranks.peaks, plans=plans))
-    expected = [each.step_peak for each in rehearsed(plans, shared_memory=False)]
+    expected = [each.step_peak for each in dry_runs(plans, shared_memory=False)]
     assert [allocated for allocated, _ in measured[0]] == pytest.approx(expected, rel=0.01)
 
 
@@ -231,7 +231,7 @@ def test_over_torch_distributed_it_is_exact() -> None:
 def test_the_closed_form_of_states_is_what_ranks_hold(plan: str, parts: tuple[int, int, int]) -> None:
     """Of the bytes that a walk through the step has found, which are those that processes allocate. A later microbatch
     has its parts beside the sums, when most of its activations are gone."""
-    walked = rehearsed([plan])[0]
+    walked = dry_runs([plan])[0]
     elements = sum(p.numel() for p in gpt_captures().model.parameters())
     closed = held_states(Owned(elements), Parallelism.of(Plan.parse(plan)), StateBytes(4, 4, 8))
     assert list(closed.values()) == [elements * size / part for size, part in zip((4, 4, 8), parts, strict=True)]
@@ -243,7 +243,7 @@ def test_the_closed_form_of_states_is_what_ranks_hold(plan: str, parts: tuple[in
 def test_experts_that_get_the_same_number_of_rows_take_what_is_predicted() -> None:
     plans = ["expert=2", "expert=2 expert.capacity=1.5 recompute=layer"]
     measured = run("gloo", Plan.parse(plans[0]).mesh, functools.partial(ranks.peaks, plans=plans, model=ranks.mixture))
-    expected = rehearsed(plans, shared_memory=False, captures=Captures(ranks.mixture(), loss_fn))
+    expected = dry_runs(plans, shared_memory=False, captures=Captures(ranks.mixture(), loss_fn))
     assert [allocated for allocated, _ in measured[0]] == pytest.approx([each.step_peak for each in expected], rel=0.01)
 
 
@@ -261,7 +261,7 @@ def test_pipelines_over_torch_distributed_let_go_of_what_is_taken() -> None:
     plans = ["pipeline=2 micro=8", "pipeline=2 micro=8 schedule=gpipe", "pipeline=2 micro=4 schedule=zb-v"]
     measured = run("gloo", Plan.parse(plans[0]).mesh, functools.partial(ranks.peaks, plans=plans))
     for rank in range(2):
-        expected = [each.step_peak for each in rehearsed(plans, shared_memory=False, rank=rank)]
+        expected = [each.step_peak for each in dry_runs(plans, shared_memory=False, rank=rank)]
         assert [allocated for allocated, _ in measured[rank]] == pytest.approx(expected, rel=0.01)
 
 

@@ -268,12 +268,12 @@ def test_a_long_skip_goes_straight_to_the_stage_that_reads_it() -> None:
 
 def test_1f1b_holds_no_more_microbatches_than_ranks_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     held: dict[int, int] = defaultdict(int)
-    boxes: dict[Any, Any] = {}
+    saved: dict[Any, Any] = {}
     original = CellRunner.run_cell
 
     def watched(self: CellRunner, cell: Any, micro: int, box: Any) -> Any:
-        boxes[cell[1], micro] = box
-        now = {m for (stage, m), each in boxes.items() if stage == cell[1] and (each or m == micro)}
+        saved[cell[1], micro] = box
+        now = {m for (stage, m), each in saved.items() if stage == cell[1] and (each or m == micro)}
         held[cell[1]] = max(held[cell[1]], len(now))
         return original(self, cell, micro, box)
 

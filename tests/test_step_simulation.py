@@ -56,8 +56,8 @@ def program(*calls: object, size: int = 2, **more: object) -> StepProgram:
     return StepProgram(Mesh((("data", size),)), {"alone": calls}, ("alone",), ((),), **more)  # type: ignore[arg-type]
 
 
-START = CollectiveCall("start()", "backward", (GRADIENTS,), "start", lane="data")
-WAIT = CollectiveCall("wait()", "backward", (GRADIENTS,), "wait", begun=1, lane="data")
+START = CollectiveCall("start()", "backward", (GRADIENTS,), "start", stream="data")
+WAIT = CollectiveCall("wait()", "backward", (GRADIENTS,), "wait", begun=1, stream="data")
 OVERLAPPED = program(product("forward", 1), START, product("backward", 0.75), WAIT, product("backward", 0.5))
 
 
@@ -88,7 +88,7 @@ def test_collectives_of_one_communicator_run_one_after_the_other() -> None:
     again = replace(WAIT, begun=1)
     one_lane = program(START, replace(START), replace(WAIT, begun=0), again)
     assert StepSimulator(CLUSTER).simulate(one_lane).seconds == pytest.approx(2)
-    two = program(START, replace(START, lane="other"), replace(WAIT, begun=0), again)
+    two = program(START, replace(START, stream="other"), replace(WAIT, begun=0), again)
     assert StepSimulator(CLUSTER).simulate(two).seconds == pytest.approx(1)
 
 
@@ -329,7 +329,7 @@ def op(name: str) -> OpCall:
 
 def test_what_a_layer_adds_is_repeated_where_it_stands() -> None:
     """A wait belongs to the start of its own layer, also where that lies in the layer before."""
-    begin = CollectiveCall("start()", "forward", (GRADIENTS,), "start", lane="data")
+    begin = CollectiveCall("start()", "forward", (GRADIENTS,), "start", stream="data")
 
     def gathered(layers: int) -> list[OpCall | CollectiveCall]:
         calls: list[OpCall | CollectiveCall] = [op("embed"), begin]

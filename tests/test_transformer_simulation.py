@@ -176,11 +176,11 @@ def test_replicas_that_agree_later_exchange_seldom() -> None:
     )
     own = every.memory["parameters"] / 4 / 8  # of which a rank of the eight trains a part
     assert seldom.sent["site"] == pytest.approx(4 * own / 64)  # a float32 sum of two, of which each sends half twice
-    assert seldom.data + seldom.agreement < every.data / 20
-    assert fewer_bits.agreement == pytest.approx(seldom.agreement * (1 + 4 / 256) / 4, rel=0.03)
+    assert seldom.data + seldom.exchanges < every.data / 20
+    assert fewer_bits.exchanges == pytest.approx(seldom.exchanges * (1 + 4 / 256) / 4, rel=0.03)
     assert seldom.memory["optimizer"] == every.memory["optimizer"] * 2  # the agreed weights, and a momentum
     hidden = step("replica=2 data=8 zero=1 sync=64 outer=nesterov overlap=4", cluster=far).estimate
-    assert hidden.agreement < seldom.agreement
+    assert hidden.exchanges < seldom.exchanges
 
 
 def test_experts_share_weights_and_send_rows() -> None:

@@ -36,7 +36,7 @@ def plan_of(seed: int, case: int, spec: Spec, compiler: str = "") -> str:
 
 
 @dataclass
-class Tally:
+class Counted:
     """What a run has found so far."""
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -79,7 +79,7 @@ class Fuzzer:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.tally = Tally()
+        self.counted = Counted()
         self._lock = threading.Lock()
         self._next = options.first // PLANS_EACH * PLANS_EACH
         self._start = self._said = time.monotonic()
@@ -90,8 +90,8 @@ class Fuzzer:
         with ThreadPoolExecutor(self.options.jobs) as pool:
             for done in [pool.submit(self._work) for _ in range(self.options.jobs)]:
                 done.result()
-        print(self.tally.show(self.options.seed, time.monotonic() - self._start), flush=True)
-        return 1 if self.tally.num_faults else 0
+        print(self.counted.show(self.options.seed, time.monotonic() - self._start), flush=True)
+        return 1 if self.counted.num_faults else 0
 
     def _take(self) -> range | None:
         """The cases of the next model; None when the run is over."""
@@ -137,11 +137,11 @@ class Fuzzer:
             now = time.monotonic()
             if now - self._said > SAY_SECONDS:
                 self._said = now
-                print(self.tally.show(self.options.seed, now - self._start).splitlines()[0], flush=True)
+                print(self.counted.show(self.options.seed, now - self._start).splitlines()[0], flush=True)
 
     def _note(self, worker: Worker, case: int, spec: Spec, text: str, found: Outcome) -> None:
         with self._lock:
-            new = self.tally.add(case, found)
+            new = self.counted.add(case, found)
         if self.options.case is not None:
             print(f"{text}\n{spec}\n{found.kind}: {found.reason}\n{found.detail}", flush=True)
         origin = f"scripts/fuzz --seed {self.options.seed} --case {case}"

@@ -28,7 +28,7 @@ from plait.cost.rough_steps import least_on_device, rough_steps
 from plait.cost.step_program import CollectiveCall, OpCall, StepProgram
 from plait.cost.transformer_simulation import misses_by
 from plait.cost.transformer_states import exchange_time
-from plait.cost.transformer_step import CellTimes, StateTimes, StepEstimate, agreement
+from plait.cost.transformer_step import CellTimes, StateTimes, StepEstimate, exchange_per_step
 from plait.engine.local_batch import num_rows, num_tokens
 from plait.engine.rank_optimizers import OptimizerFactory
 from plait.errors import LayoutError, PlanError
@@ -231,7 +231,7 @@ class ModelEvaluator:
             found = simulator.simulate(inner, memory=False)
         except LayoutError as error:
             raise PlanError(str(error)) from None
-        each = agreement(how, exchange_time(self.forms.own(how), how, self.cluster), found.seconds)
+        each = exchange_per_step(how, exchange_time(self.forms.own(how), how, self.cluster), found.seconds)
         least, away = self.forms.least_memory(how, rows)
         factor = schedule_activations(how.order, how.pipeline, how.num_micro, how.chunks)
         size = sum(least.values()) + sum(away.values()) + self.forms.kept(how, rows)[0] * factor
@@ -308,7 +308,7 @@ class ModelStep:
             compute=parts["compute"], weights=0.0, messages=0.0, bubble=parts["bubble and messages"],
             data=parts["collectives"], optimizer=parts["update"], model_flops=flops, hardware_flops=flops,
             memory={kind: size for kind, size in sizes.items() if kind not in away},
-            sent=dict(self.prediction.sent), agreement=self.exchange, host_memory=away,
+            sent=dict(self.prediction.sent), exchanges=self.exchange, host_memory=away,
         )  # fmt: skip
 
     def misses_by(self, memory: float) -> float:

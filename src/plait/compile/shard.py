@@ -33,7 +33,12 @@ from plait.compile.sharding.sequence import (
 )
 from plait.compile.sharding.sharded_fraction import sharded_fraction, step_flops
 from plait.compile.sharding.shifted_losses import keep_last_positions
-from plait.compile.sharding.stage_parallelism import give_roles, propagate_by_role, split_by_weights, weights_role
+from plait.compile.sharding.stage_parallelism import (
+    give_roles,
+    propagate_stage_parallelism,
+    split_by_weights,
+    weights_role,
+)
 from plait.compile.stages.split import cut_in_stages
 from plait.errors import PlanError, UnevenBatchError
 from plait.plan.annotation import resolve_annotations
@@ -109,7 +114,7 @@ def shard(draft: Draft) -> None:
             _mark_stacks(graph, fixed, wanted)
         if kind.per_stage:
             rows = {nodes[name]: placement for name, placement in split.items()}
-            laid_out = propagate_by_role(graph, size, fixed, rows, wanted, origin, axis)
+            laid_out = propagate_stage_parallelism(graph, size, fixed, rows, wanted, origin, axis)
         else:
             laid_out = propagate(graph, size, fixed | cuts, wanted, origin, _local_norm(plan, kind), axis, bool(cuts))
         for name in _summed(laid_out, captured.outputs):

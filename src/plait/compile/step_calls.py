@@ -131,7 +131,7 @@ def gathers_after_update(program: RankProgram, here: Mapping[str, int]) -> list[
     open_: list[int] = []
     for sent, num in starts:
         signature = f"gather_start({sent.axis}, {sent.held} bytes of {num})"
-        found.append(CollectiveCall(signature, "update", (sent,), "start", lane=sent.axis, what=f"{num} parameters",
+        found.append(CollectiveCall(signature, "update", (sent,), "start", stream=sent.axis, what=f"{num} parameters",
                                     copied=(2.0 * sent.held, 0.0)))  # fmt: skip
         open_.append(len(found) - 1)
         if len(open_) > 1:
@@ -180,10 +180,10 @@ def _collective(
     sent = sent_by(source, does_of, sizes)
     transfers = tuple(_transfer(one, sizes) for one in sent)
     # Reduce-scatters of gradients have a channel of their own (comm/protocol.py).
-    lane = transfers[0].axis + (" reductions" if does_of.counted and _reduces(does_of.kind) else "")
+    stream = transfers[0].axis + (" reductions" if does_of.counted and _reduces(does_of.kind) else "")
     what = info_of(source).what or info_of(source).source
     copied = _copied(transfers[0], sizes[transfers[0].axis], does.part, does_of.counted)
-    return CollectiveCall(signature_of(node), phase, transfers, does.part, begun, lane, what, copied)
+    return CollectiveCall(signature_of(node), phase, transfers, does.part, begun, stream, what, copied)
 
 
 def _copied(sent: AxisCollective, size: int, part: str, joined: bool) -> tuple[float, float]:
@@ -299,9 +299,9 @@ def _pipeline_calls(program: RankProgram) -> PipelineCalls:
             if (output.kind, output.name) == ("buffer", name) and is_tensor(result)
         )
         sent = AxisCollective(CollectiveKind.BROADCAST, stage_axis(), num_bytes(value))
-        after.append(CollectiveCall(f"broadcast of {name}", "update", (sent,), lane=stage_axis(), what=name))
+        after.append(CollectiveCall(f"broadcast of {name}", "update", (sent,), stream=stage_axis(), what=name))
     sent = AxisCollective(CollectiveKind.ALL_REDUCE, stage_axis(), 8 * losses * schedule.num_micro)
-    after.append(CollectiveCall("sum of losses", "update", (sent,), lane=stage_axis(), what="losses"))
+    after.append(CollectiveCall("sum of losses", "update", (sent,), stream=stage_axis(), what="losses"))
     return PipelineCalls(
         stage_axis(), schedule, edges_of(cells.values), micro_graphs, messages, tuple(exchanged), tuple(after)
     )

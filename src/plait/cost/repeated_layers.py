@@ -70,7 +70,7 @@ def _added(fewer: Sequence[ProgramCall], more: Sequence[ProgramCall]) -> list[bo
 def _looks(call: ProgramCall) -> tuple[object, ...]:
     """What calls of equal layers have in common."""
     if isinstance(call, CollectiveCall):
-        return (call.part, call.lane, tuple(each.kind for each in call.transfers), call.phase)
+        return (call.part, call.stream, tuple(each.kind for each in call.transfers), call.phase)
     if isinstance(call, CopyCall):
         return (call.part, call.num_bytes, call.phase)
     name = call.signature.partition("(")[0]

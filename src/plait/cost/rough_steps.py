@@ -10,7 +10,7 @@ from typing import Protocol
 from plait.cost.parallel_forms import schedule_activations
 from plait.cost.plan_evaluator import Relief, RoughStep
 from plait.cost.transformer_simulation import misses_by
-from plait.cost.transformer_step import CellTimes, StateTimes, agreement
+from plait.cost.transformer_step import CellTimes, StateTimes, exchange_per_step
 from plait.plan.parallelism import Homes, Parallelism
 from plait.plan.plan_space import PlanChoice, PlanSpace, StateOption
 from plait.plan.sharding_plan import DEVICE, ZERO_STAGES
@@ -85,7 +85,7 @@ def rough_steps(
                 if option.later is not None:
                     steps = _steps_between(space, states.exchange, seconds)
                     chosen = StateOption(option.cuts, option.sharded, option.later._replace(steps=steps))
-                    seconds += agreement(how.having(later=chosen.later), states.exchange, seconds)
+                    seconds += exchange_per_step(how.having(later=chosen.later), states.exchange, seconds)
                 missing = misses_by(device - memory, host, forms.cluster, how.num_ranks, home)
                 yield RoughStep(PlanChoice(outline, chosen, home, name, chunks), seconds, device, missing)
 

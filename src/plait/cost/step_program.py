@@ -62,7 +62,7 @@ class CollectiveCall:
         transfers: the collectives, one after the other; those that a wait ends too.
         part: "whole", "start" or "wait".
         begun: of a wait, the position of the start among the graph's calls.
-        lane: the communicator; collectives of one lane run one after the other.
+        stream: the communicator; collectives of one stream run one after the other.
         what: what is sent, in words.
         copied: bytes that the rank reads and writes to lay out what it sends, before the collective, and what it has
             received, after it.
@@ -73,7 +73,7 @@ class CollectiveCall:
     transfers: tuple[AxisCollective, ...]
     part: str = "whole"
     begun: int = -1
-    lane: str = ""
+    stream: str = ""
     what: str = ""
     copied: tuple[float, float] = (0.0, 0.0)
 

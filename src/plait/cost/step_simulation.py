@@ -313,7 +313,7 @@ class _Timeline:
         self._place = place
         self._now = 0.0
         self._computes = 0.0
-        self._free: dict[str, float] = defaultdict(float)  # when each lane is free
+        self._free: dict[str, float] = defaultdict(float)  # when each stream is free
         self._ends: dict[int, float] = {}  # of what a call has begun, by its position
         self._spans: list[Span] = []
         self._since = 0.0
@@ -342,7 +342,7 @@ class _Timeline:
             self._cut(kind)
 
     def _work(self, seconds: float) -> None:
-        """Compute for so long, slower while a lane transfers."""
+        """Compute for so long, slower while a stream transfers."""
         seconds *= self._simulator.cluster.device.in_step / self._pace
         speed = self._simulator.cluster.device.beside_transfers
         busy = max(max(self._free.values(), default=0.0) - self._now, 0.0)
@@ -380,8 +380,8 @@ class _Timeline:
             self._lay_out(call.phase, after)
             return
         if call.part != "wait":
-            begins = max(self._now, self._free[call.lane])
-            ends = self._free[call.lane] = begins + (seconds if known is None else known)
+            begins = max(self._now, self._free[call.stream])
+            ends = self._free[call.stream] = begins + (seconds if known is None else known)
             self._ends[index] = ends
             if call.part == "start":
                 if ends > begins:

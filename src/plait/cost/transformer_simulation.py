@@ -19,10 +19,10 @@ from plait.cost.transformer_memory import kept_bytes, memory_of_rank
 from plait.cost.transformer_program import TransformerProgram
 from plait.cost.transformer_step import (
     StepEstimate,
-    agreement,
     cell_times,
     check_shape,
     estimate_step,
+    exchange_per_step,
     head_time,
     layer_time,
     message_time,
@@ -217,11 +217,11 @@ def simulate_step(
         data=states.data,
         optimizer=states.update,
         copies=states.copies,
-        agreement=0.0,
+        exchanges=0.0,
         memory=memory,
         host_memory=host_memory,
     )
-    found = replace(found, agreement=agreement(how, states.exchange, found.seconds))
+    found = replace(found, exchanges=exchange_per_step(how, states.exchange, found.seconds))
     return SimulatedStep(plan, cluster, rows, rows * shape.sequence, program.dtype, found, costs, num_simulated, layers)
 
 

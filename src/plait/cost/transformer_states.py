@@ -120,7 +120,7 @@ def _sums(
     apart: int = 1,
 ) -> float:
     """The same of parameters that all ranks have which are `apart` from each other."""
-    ranks = how.agreeing * how.context
+    ranks = how.synchronous * how.context
     if ranks == 1 or not own:
         return 0.0
     step = how.weights * apart
@@ -236,7 +236,7 @@ def exchange_time(own: Owned, how: Parallelism, cluster: Cluster) -> float:
     """Seconds of one exchange of replicas that agree later; 0 if there are none."""
     if how.later is None:
         return 0.0
-    stride = how.agreeing * how.context * how.weights
+    stride = how.synchronous * how.context * how.weights
     group = range(0, how.later.replicas * stride, stride)
     num_bytes = trained(own, how) * how.later.sent_bytes
     return collective_time(CollectiveKind.ALL_REDUCE, num_bytes, group, cluster)

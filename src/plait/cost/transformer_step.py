@@ -46,7 +46,7 @@ class StepEstimate:
         memory: bytes by class, on the rank with most.
         sent: bytes that the rank sends, by the level of the link.
         copies: between host and device, as far as compute does not hide them.
-        agreement: exchanges of replicas that agree every few steps, for one step, as far as steps do not hide them.
+        exchanges: exchanges of replicas that agree every few steps, for one step, as far as steps do not hide them.
         host_memory: bytes by class that the rank keeps outside the device.
     """
 
@@ -61,13 +61,13 @@ class StepEstimate:
     memory: dict[str, float]
     sent: dict[str, float]
     copies: float = 0.0
-    agreement: float = 0.0
+    exchanges: float = 0.0
     host_memory: dict[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
         within = self.compute + self.weights + self.messages + self.bubble + self.data + self.optimizer
-        return within + self.copies + self.agreement
+        return within + self.copies + self.exchanges
 
     @property
     def parts(self) -> dict[str, float]:
@@ -79,7 +79,7 @@ class StepEstimate:
             "gradients' sums": self.data,
             "update": self.optimizer,
             "copies to the host": self.copies,
-            "exchanges": self.agreement,
+            "exchanges": self.exchanges,
         }
 
     @property
@@ -147,7 +147,7 @@ def estimate_step(
         copies=states.copies,
         host_memory=host_memory,
     )
-    return replace(found, agreement=agreement(how, states.exchange, found.seconds))
+    return replace(found, exchanges=exchange_per_step(how, states.exchange, found.seconds))
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ def state_times(
     return StateTimes(data, update, copies, exchange_time(own, how, cluster))
 
 
-def agreement(how: Parallelism, exchange: float, seconds: float) -> float:
+def exchange_per_step(how: Parallelism, exchange: float, seconds: float) -> float:
     """Seconds a step of exchanges that take `exchange`, as far as steps of `seconds` do not hide them."""
     return 0.0 if how.later is None else max(exchange - how.later.overlap * seconds, 0.0) / how.later.steps
 
@@ -466,7 +466,7 @@ def _sent(
     pairs = sum(ring_bytes(num_bytes, how.context) for _, num_bytes in messages)
     add(range(0, stride, how.weights), pairs * layers * how.num_micro)
     if how.later is not None:
-        stride = how.agreeing * how.context * how.weights
+        stride = how.synchronous * how.context * how.weights
         changes = CollectiveKind.ALL_REDUCE.sent_bytes(int(trained(own, how) * how.later.sent_bytes), how.num_replicas)
         add(range(0, how.num_replicas * stride, stride), changes / how.later.steps)
     for elements, apart in ((own.dense, 1), (own.expert, own.ranks)):  # ranks with the same experts are some apart
@@ -478,7 +478,7 @@ def _sent(
             gathers_again = how.recompute == FULL and program.repeats_sums
             uses = (2 + gathers_again) * how.num_micro if how.cuts.parameters else 1
             add(range(0, sharded * step, step), sums * (how.num_micro if how.cuts.gradients else 1) + gathers * uses)
-        copies = how.agreeing * how.context // apart // sharded
+        copies = how.synchronous * how.context // apart // sharded
         alike = range(0, copies * sharded * step, sharded * step)
         add(alike, CollectiveKind.ALL_REDUCE.sent_bytes(int(gradients / sharded), copies))
     if how.pipeline > 1:

@@ -36,7 +36,7 @@ def refusals(plan: Plan, facts: StepFacts, place: Place | None = None) -> tuple[
 
     Without a `place`, the plan may run on any machine.
     """
-    found = [*_of_updates_within(plan, facts), *_of_agreement(plan, facts), *of_modules(plan, facts)]
+    found = [*_of_updates_within(plan, facts), *_of_relaxed(plan, facts), *of_modules(plan, facts)]
     found += of_buckets(plan)
     found += [] if facts.rows is None else of_rows(plan, facts.rows)
     found += of_graph(plan, facts.uncaptured, facts.nearest) if facts.uncaptured else ()
@@ -79,7 +79,7 @@ def _of_updates_within(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
         yield Refusal(what, why, f"leave central= and home.parameters= out, {instead}")
 
 
-def _of_agreement(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
+def _of_relaxed(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
     """Refusals of what replicas that synchronise less often cannot exchange."""
     if plan.relaxed_axis and plan.sync == 1 and facts.updates_within:
         yield Refusal(

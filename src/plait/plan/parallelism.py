@@ -44,7 +44,7 @@ class Homes(NamedTuple):
 ON_DEVICE = Homes()
 
 
-class LaterAgreement(NamedTuple):
+class LaterSync(NamedTuple):
     """Replicas that train by themselves and exchange their weights every `steps` steps.
 
     Attributes:
@@ -101,7 +101,7 @@ class Parallelism:
     sequence: bool = False
     budget: int = 0
     homes: Homes = ON_DEVICE
-    later: LaterAgreement | None = None
+    later: LaterSync | None = None
     bucket: int = 25 * 2**20
     schedule: str = "1f1b"
     precision: str = "fp32"
@@ -143,7 +143,7 @@ class Parallelism:
         return 1 if self.later is None else self.later.replicas
 
     @property
-    def agreeing(self) -> int:
+    def synchronous(self) -> int:
         """Ranks that cut the rows and agree at every step."""
         return self.batch // self.num_replicas
 
@@ -190,7 +190,7 @@ class Parallelism:
         )
 
 
-def _later(plan: Plan) -> LaterAgreement | None:
+def _later(plan: Plan) -> LaterSync | None:
     """What replicas exchange that agree later than at every step, or in fewer bits."""
     if not plan.relaxed_axis:
         return None
@@ -202,4 +202,4 @@ def _later(plan: Plan) -> LaterAgreement | None:
         )  # fmt: skip
     steps = plan.sync if isinstance(plan.sync, int) else plan.sync[1]
     kept = 8.0 * plan.keeps_agreed + 4.0 * (kind != "none")
-    return LaterAgreement(plan.mesh.axis_size(plan.relaxed_axis), steps, plan.overlap, _SENT_BYTES[kind], kept)
+    return LaterSync(plan.mesh.axis_size(plan.relaxed_axis), steps, plan.overlap, _SENT_BYTES[kind], kept)

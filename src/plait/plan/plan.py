@@ -39,7 +39,7 @@ from plait.plan.key_values import (
     ScheduleName,
     StagePlans,
 )
-from plait.plan.refused_keys import OF_AGREEMENT, refused_together
+from plait.plan.refused_keys import OF_RELAXED, refused_together
 from plait.spec.mesh import JOIN, Mesh
 
 _OTHER_AXES = "axes."  # stands for the keys of axes with a row in plan/axes.py but no field below
@@ -383,7 +383,7 @@ class Plan:
         """The plan of one replica of `sync=` or `compress=`, or of one worker."""
         if not self.relaxed_axis and not self.workers:
             return self
-        kept = {key.field: getattr(self, key.field) for key in self._given() if key.name not in OF_AGREEMENT}
+        kept = {key.field: getattr(self, key.field) for key in self._given() if key.name not in OF_RELAXED}
         return Plan(**(kept | {self.relaxed_axis: 1} if self.relaxed_axis else kept))
 
     def check_processes(self, num_processes: int) -> None:

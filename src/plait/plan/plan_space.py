@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from plait.errors import PlanError
 from plait.plan.key_values import Bytes, Recompute
-from plait.plan.parallelism import BUDGET, FULL, NONE, ON_DEVICE, Homes, LaterAgreement, Parallelism
+from plait.plan.parallelism import BUDGET, FULL, NONE, ON_DEVICE, Homes, LaterSync, Parallelism
 from plait.plan.plan import Plan
 from plait.plan.sharding_plan import DISK, HOST, ZERO_STAGES, ZeroStage
 
@@ -175,7 +175,7 @@ class StateOption(NamedTuple):
 
     cuts: ZeroStage = ZERO_STAGES[0]
     sharded: int = 1
-    later: LaterAgreement | None = None
+    later: LaterSync | None = None
 
 
 class PlanChoice(NamedTuple):
@@ -295,20 +295,20 @@ class PlanSpace:
         """The ways to cut states over the ranks of an outline, and to agree, whatever their homes."""
         limits, found = self.limits, []
         for replicas, later in self._replicas(outline):
-            agreeing = outline.batch // replicas
-            for data in divisors(agreeing):
+            synchronous = outline.batch // replicas
+            for data in divisors(synchronous):
                 if data % outline.experts:
                     continue  # ranks of experts are ranks of data
-                if later is not None and data != agreeing:
+                if later is not None and data != synchronous:
                     continue  # the axis of replicas is taken
-                if not limits.allow("data", replicas if later and agreeing == 1 else data):
+                if not limits.allow("data", replicas if later and synchronous == 1 else data):
                     continue
-                if not limits.allow("replica", replicas if later and agreeing > 1 else agreeing // data):
+                if not limits.allow("replica", replicas if later and synchronous > 1 else synchronous // data):
                     continue
                 for stage in range(4):
-                    if stage and (data * outline.context == 1 or (later is not None and agreeing == 1)):
+                    if stage and (data * outline.context == 1 or (later is not None and synchronous == 1)):
                         continue  # no ranks have the same, or those of data are replicas
-                    if (stage == 0 and data != agreeing) or not limits.allow("zero", stage):
+                    if (stage == 0 and data != synchronous) or not limits.allow("zero", stage):
                         continue  # without ZeRO all ranks that cut rows are alike
                     found.append(StateOption(ZERO_STAGES[stage], data * outline.context if stage else 1, later))
         return found
@@ -317,7 +317,7 @@ class PlanSpace:
         named = {"parameters": homes.parameters, "activations": homes.activations, "optimizer": homes.optimizer}
         return all(self.limits.allow(f"home.{key}", value) for key, value in named.items())
 
-    def _replicas(self, outline: Parallelism) -> Iterator[tuple[int, LaterAgreement | None]]:
+    def _replicas(self, outline: Parallelism) -> Iterator[tuple[int, LaterSync | None]]:
         """Numbers of replicas, and how they agree later: each domain of a level is a replica."""
         limits = self.limits
         if limits.allow("sync", 1) and limits.allow("compress", "none"):
@@ -328,7 +328,7 @@ class PlanSpace:
                 continue
             for kind in limits.names("compress") or ("none",):
                 if kind in _PER_ELEMENT and self.sync_steps:
-                    yield replicas, LaterAgreement(replicas, self.sync_steps[-1], 0, *_PER_ELEMENT[kind])
+                    yield replicas, LaterSync(replicas, self.sync_steps[-1], 0, *_PER_ELEMENT[kind])
 
     @cached_property
     def sync_steps(self) -> tuple[int, ...]:
@@ -370,7 +370,7 @@ def batch_sizes(low: int, high: int) -> tuple[int, ...]:
 
 def plan_of(how: Parallelism) -> Plan:
     """The plan that a Parallelism describes. Raises PlanError, with a Refusal, for one that cannot be had."""
-    agreeing = how.agreeing
+    synchronous = how.synchronous
     words: dict[str, object] = {
         "pipeline": how.pipeline,
         "tensor": how.weights,
@@ -392,12 +392,14 @@ def plan_of(how: Parallelism) -> Plan:
         words |= {"schedule": how.schedule}
         if how.schedule in ("interleaved", "looped-bfs"):
             words["chunks"] = how.chunks
-    data = how.sharded // how.context if how.cuts.optimizer else agreeing
-    words |= {"data": data, "replica": agreeing // data}
+    data = how.sharded // how.context if how.cuts.optimizer else synchronous
+    words |= {"data": data, "replica": synchronous // data}
     if how.later is not None:
         kind = next(kind for kind, (sent, _) in _PER_ELEMENT.items() if sent == how.later.sent_bytes)
         words |= {"sync": how.later.steps, "outer": "nesterov", "overlap": how.later.overlap}
-        words |= {"data": how.later.replicas} if agreeing == 1 else {"replica": how.later.replicas, "data": agreeing}
+        words |= (
+            {"data": how.later.replicas} if synchronous == 1 else {"replica": how.later.replicas, "data": synchronous}
+        )
         parsed = Plan.parse(f"data=2 compress={kind}").compress
         words["compress"] = parsed
     return Plan(**words)  # type: ignore[arg-type]

@@ -53,7 +53,7 @@ NOT_TOGETHER: tuple[tuple[str, str, str, tuple[str, ...], str, str], ...] = (
 OF_PIPELINES = ("schedule", "chunks", "cut")
 OF_LOCAL = ("outer", "outer.lr", "outer.momentum", "moments", "streaming")
 OF_SERVERS = ("servers", "staleness", "backup")
-OF_AGREEMENT = ("sync", *OF_LOCAL, "overlap", "compress", "compress.", "workers", *OF_SERVERS)
+OF_RELAXED = ("sync", *OF_LOCAL, "overlap", "compress", "compress.", "workers", *OF_SERVERS)
 
 # (keys, the keys of which one must be given with them, the message if none is)
 NEEDS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (

@@ -43,7 +43,7 @@ class PipelineProgram:
         self.comm = world.comm(stage_axis())
         self._offload = offload
         # Gradients that are offloaded once they are summed.
-        self._leaving = program.sharding.gradients_away & self.pipeline.added_up
+        self._offloaded = program.sharding.gradients_away & self.pipeline.added_up
         cells, schedule = self.pipeline.cells, self.pipeline.schedule
         self._here = world.mesh.coordinates(world.rank)
         activations = None
@@ -105,7 +105,7 @@ class PipelineProgram:
         self._executor.run(step)
         if isinstance(step, StaleRunner):
             self.most_versions = step.most_versions
-        for name in self._leaving & step.gradients.keys():
+        for name in self._offloaded & step.gradients.keys():
             self._offload.leave(f"gradient/{name}", step.gradients.pop(name))
         self._spread_buffers(buffers)
         return self._results(step)

@@ -56,7 +56,7 @@ def _only_split(node: Node) -> bool:
     )
 
 
-def propagate_by_role(
+def propagate_stage_parallelism(
     graph: Graph,
     size: int,
     weights: Mapping[str, Placement],

@@ -70,12 +70,12 @@ def offload_gradients(graph: Graph, kind: str, gradients: Mapping[int, str], awa
     """
     end = output_node(graph)
     results = list(end.args[0])  # type: ignore[arg-type]
-    leaving = {i: name for i, name in gradients.items() if name in away and isinstance(results[i], Node)}
-    if not leaving:
+    offloaded = {i: name for i, name in gradients.items() if name in away and isinstance(results[i], Node)}
+    if not offloaded:
         return graph
     _wait_early(graph)
     offload = offload_placeholder(graph)
-    for index, name in leaving.items():
+    for index, name in offloaded.items():
         node = results[index]
         if node.target in (take_part, aten.add_.Tensor):
             max(node.all_input_nodes).append(node)
@@ -146,8 +146,8 @@ def stash_activations(graph: Graph, bucket_bytes: int) -> Graph:
     offload = offload_placeholder(graph)
     tokens: dict[Node, Node] = {}
     offset = 0
-    leaving = {node for bucket in buckets for node in bucket}
-    for node in [node for node in early if node in leaving]:
+    offloaded = {node for bucket in buckets for node in bucket}
+    for node in [node for node in early if node in offloaded]:
         with graph.inserting_after(node):
             token = tokens[node] = graph.call_function(stash, (offload, offset, node))
         made, size = info_of(node), num_bytes(node.meta["val"])
