@@ -119,38 +119,38 @@ def logged(folder: Path, rank: int) -> list[tuple[int, str]]:
 
 
 def run_plan(folder: Path, plan: str, num_kills: int, moments: random.Random) -> Totals:
-    totals = Totals()
+    total = Totals()
     run, whole = folder / "run", folder / "whole"
-    while totals.kills < num_kills:
+    while total.kills < num_kills:
         processes = start(run, plan, 1 << 30)
         try:
             wait_ready(run, processes)
             time.sleep(moments.uniform(0, LONGEST_SECONDS))
             died = [process.exitcode for process in processes if process.exitcode is not None]
             if died:
-                totals.wrong.append(f"{plan}: ended by itself with {died}")
+                total.wrong.append(f"{plan}: ended by itself with {died}")
                 break
         finally:
             kill(processes)
-        totals.kills += 1
-        totals.in_save += saving(run)
-        totals.before_first += not list(run.glob("step-*/manifest.json"))
-    totals.steps = max(step for step, _ in logged(run, 0)) + 1
+        total.kills += 1
+        total.in_save += saving(run)
+        total.before_first += not list(run.glob("step-*/manifest.json"))
+    total.steps = max(step for step, _ in logged(run, 0)) + 1
     for target in (run, whole):
-        processes = start(target, plan, totals.steps)
+        processes = start(target, plan, total.steps)
         for process in processes:
             process.join(600)
         if codes := [process.exitcode for process in processes if process.exitcode != 0]:
-            totals.wrong.append(f"{plan}: the last run in {target.name} ended with {codes}")
+            total.wrong.append(f"{plan}: the last run in {target.name} ended with {codes}")
             kill([process for process in processes if process.exitcode is None])
     for rank in range(NUM_RANKS):
         expected, found = dict(logged(whole, rank)), logged(run, rank)
-        totals.wrong += [f"{plan}: rank {rank}, step {step}" for step, rest in found if rest != expected.get(step)]
+        total.wrong += [f"{plan}: rank {rank}, step {step}" for step, rest in found if rest != expected.get(step)]
         missing = expected.keys() - {step for step, _ in found}
-        totals.wrong += [f"{plan}: rank {rank}, step {step} is missing" for step in missing]
+        total.wrong += [f"{plan}: rank {rank}, step {step} is missing" for step in missing]
         if rank == 0:
-            totals.repeated = sum(Counter(step for step, _ in found).values()) - len(expected)
-    return totals
+            total.repeated = sum(Counter(step for step, _ in found).values()) - len(expected)
+    return total
 
 
 def main() -> None:
@@ -165,13 +165,13 @@ def main() -> None:
         folder = Path(tempfile.mkdtemp(prefix="plait-kill-", dir="/var/tmp"))
         num = given.kills // len(PLANS) + (index < given.kills % len(PLANS))
         try:
-            totals = run_plan(folder, plan, num, moments)
+            total = run_plan(folder, plan, num, moments)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        wrong += totals.wrong
-        verdict = "all" if not totals.wrong else f"{len(totals.wrong)} differ"
+        wrong += total.wrong
+        verdict = "all" if not total.wrong else f"{len(total.wrong)} differ"
         rows.append(
-            f"| {plan} | {totals.kills} | {totals.in_save} | {totals.before_first} | {totals.steps} | {totals.repeated} |"
+            f"| {plan} | {total.kills} | {total.in_save} | {total.before_first} | {total.steps} | {total.repeated} |"
             f" {verdict} |"
         )
     head = "| plan | kills | in a save | before the first | steps | done again | losses and rows as unbroken |"

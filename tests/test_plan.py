@@ -156,7 +156,7 @@ def test_what_each_replica_or_worker_trains_by(text: str, within: str) -> None:
         ("workers=2 servers=1 staleness=0 backup=2", "leaves none of workers=2 to wait for"),
     ],
 )
-def test_agreements_that_make_no_sense(text: str, message: str) -> None:
+def test_exchanges_that_make_no_sense(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=re.escape(message)):
         Plan.parse(text)
 

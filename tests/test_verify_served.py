@@ -124,15 +124,15 @@ def test_what_verify_refuses_of_servers(verifier: plait.Verifier) -> None:
 @pytest.mark.parametrize("options", [{}, {"staleness": 1}, {"staleness": 0, "backup": 1}, {"overlap": 2}])
 def test_a_drawn_order_is_one_that_can_be(options: dict[str, int]) -> None:
     order = drawn_order(Consistency(3, **options), 12, seed=4)
-    agreement, bases = Consistency(3, order=order, **options), {0: [0], 1: [0], 2: [0]}
-    decisions = [decision for worker in range(3) for decision in agreement.join(worker)]
+    consistency, bases = Consistency(3, order=order, **options), {0: [0], 1: [0], 2: [0]}
+    decisions = [decision for worker in range(3) for decision in consistency.join(worker)]
     bases = {worker: [0] * decisions.count(Go(worker)) for worker in range(3)}
     for worker in order:
-        decisions = agreement.push(Push(worker, bases[worker].pop(0)))
+        decisions = consistency.push(Push(worker, bases[worker].pop(0)))
         for decision in decisions:
             if isinstance(decision, Go):
-                bases[decision.worker].append(agreement.version)
-    assert agreement.version == 12 and order != tuple(sorted(order))
+                bases[decision.worker].append(consistency.version)
+    assert consistency.version == 12 and order != tuple(sorted(order))
     assert (
         order
         == drawn_order(Consistency(3, **options), 12, seed=4)

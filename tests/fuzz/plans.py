@@ -55,7 +55,7 @@ def _layouts(rng: random.Random, words: dict[str, str], spec: Spec) -> dict[str,
 
 def _draw(rng: random.Random, spec: Spec) -> dict[str, str]:
     words: dict[str, str] = {}
-    kind = rng.choices(["axes", "pipeline", "stages", "agreement", "servers"], [8, 7, 1, 3, 1])[0]
+    kind = rng.choices(["axes", "pipeline", "stages", "replicas", "servers"], [8, 7, 1, 3, 1])[0]
     room = 8
     micro = rng.choice([1, 1, 2, 2, 3, 4])
     if kind == "servers":
@@ -85,8 +85,8 @@ def _draw(rng: random.Random, spec: Spec) -> dict[str, str]:
         micro = 1
     if micro > 1:
         words["micro"] = str(micro)
-    if kind == "agreement":
-        _agreement(rng, words)
+    if kind == "replicas":
+        _replicas(rng, words)
     if spec.source in ("ids", "floats"):
         _sequence(rng, words, spec, room)
     _memory(rng, words)
@@ -173,7 +173,7 @@ def _numbers(rng: random.Random, words: dict[str, str], spec: Spec) -> None:
         words["batchnorm"] = "local"
 
 
-def _agreement(rng: random.Random, words: dict[str, str]) -> None:
+def _replicas(rng: random.Random, words: dict[str, str]) -> None:
     """Replicas that agree later, or through a compressor."""
     if not {"data", "replica"} & words.keys():
         words["data"] = "2"

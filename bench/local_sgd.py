@@ -1,6 +1,6 @@
-"""What agreeing later costs in loss: the byte GPT after as many tokens under each strategy, and the bytes it sent.
+"""What it costs in loss that replicas agree later: the byte GPT after as many tokens under each strategy, and the bytes it sent.
 
-python -m bench.agreement [PLAN ...] [--steps 400] [--write]
+python -m bench.local_sgd [PLAN ...] [--steps 400] [--write]
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main() -> None:
     publish(
         "Agreeing later",
         TEXT.format(warmup=WARMUP, steps=given.steps) + "\n\n" + "\n".join(rows),
-        "agreement",
+        "local_sgd",
         given.write,
     )
 

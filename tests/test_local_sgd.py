@@ -32,7 +32,7 @@ from plait.plan.plan import Plan
 from plait.schedule.sync_rounds import SyncRounds, split_in_parts
 from plait.spec.mesh import Mesh
 
-pytestmark = pytest.mark.xdist_group("agreeing")  # plans share what is captured
+pytestmark = pytest.mark.xdist_group("local_sgd")  # plans share what is captured
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)

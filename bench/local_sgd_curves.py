@@ -1,6 +1,6 @@
 """Loss against tokens, seconds and bytes on a slow link: ranks in network namespaces (scripts/slow-links).
 
-python -m bench.agreement_curves [--rate 100mbit] [--steps 160] [--out curves.html] [--write]
+python -m bench.local_sgd_curves [--rate 100mbit] [--steps 160] [--out curves.html] [--write]
 
 Needs root, iproute2 and a kernel with tbf, as bench.slow_links does. The page is that of `plait compare`.
 """
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from bench.agreement import WARMUP
 from bench.harness import publish
+from bench.local_sgd import WARMUP
 from bench.slow_links import SCRIPT, started
 from bench.staleness import batch, symbols
 from bench.workloads import GLOBAL_BATCH, SEQUENCE, WORKLOADS, loss_fn
@@ -97,11 +97,11 @@ def main() -> None:
         given.out.write_text(comparison_page(curves, found, list(PLANS.values()), target, WHICH, [{} for _ in PLANS]))
     text = TEXT.format(rate=given.rate, warmup=WARMUP, steps=given.steps)
     table = comparison_table(found, list(PLANS.values()), target, WHICH)
-    publish("Agreeing later on a slow link", f"{text}\n\n```text\n{table}\n```", "agreement_curves", given.write)
+    publish("Agreeing later on a slow link", f"{text}\n\n```text\n{table}\n```", "local_sgd_curves", given.write)
 
 
 def _curve(name: str, plan: str, steps: int) -> Curve:
-    ranks = started(["bench.agreement_curves", "--steps", str(steps), "--worker", plan], 2)
+    ranks = started(["bench.local_sgd_curves", "--steps", str(steps), "--worker", plan], 2)
     found, _ = (json.loads(process.communicate(timeout=1800)[0].splitlines()[-1]) for process in ranks)
     tokens = accumulate([float(EVERY * GLOBAL_BATCH * SEQUENCE)] * len(found["loss"]))
     spent = (tuple(tokens), tuple(found["seconds"]), tuple(found["bytes"]))

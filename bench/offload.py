@@ -1,6 +1,6 @@
 """Training with all homes on disk under a limit on the process's memory that is a third of the optimizer's state.
 
-python -m bench.homes [--write]
+python -m bench.offload [--write]
 
 The limit is RLIMIT_DATA, set after the model is placed: what the process has then, and a third of the state beside.
 """
@@ -53,7 +53,7 @@ def train(plan: str, limited: bool) -> None:
 
 def run(plan: str, limited: bool) -> tuple[dict[str, object], str]:
     """Of a fresh process: what it printed, and the last line of its errors."""
-    command = [sys.executable, "-m", "bench.homes", "--child", plan, str(int(limited))]
+    command = [sys.executable, "-m", "bench.offload", "--child", plan, str(int(limited))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     error = (done.stderr.strip().splitlines() or [""])[-1]
@@ -75,7 +75,7 @@ def main() -> None:
         f"| all in memory | yes | {'trained' if refused else 'out of memory: ' + why[:60]} | |",
         f"| `{PLAN}` | yes | {away.get('losses', error)} | {away.get('seconds', 0):.2f} |",
     ]
-    publish("Homes on disk", "\n".join(lines), "homes", given.write)
+    publish("Homes on disk", "\n".join(lines), "offload", given.write)
 
 
 if __name__ == "__main__":

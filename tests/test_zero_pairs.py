@@ -19,7 +19,7 @@ from plait.comm.protocol import World
 from plait.engine.compiler import Compiler
 from plait.plan.plan import Plan
 
-pytestmark = pytest.mark.xdist_group("zero_walk")  # plans share what is captured
+pytestmark = pytest.mark.xdist_group("zero_pairs")  # plans share what is captured
 
 VALUES = {
     "zero": ("0", "1", "2", "3", "0 central=host"),

@@ -15,93 +15,93 @@ from plait.schedule.work_queue import WorkQueue
 
 
 def begun(num: int, **options: object) -> Consistency:
-    agreement = Consistency(num, **options)  # type: ignore[arg-type]
+    consistency = Consistency(num, **options)  # type: ignore[arg-type]
     for worker in range(num):
-        decisions = agreement.join(worker)
+        decisions = consistency.join(worker)
     assert decisions == [Go(worker) for worker in range(num)]
-    return agreement
+    return consistency
 
 
 def test_nobody_begins_before_all_are_there() -> None:
-    agreement = Consistency(2)
-    assert agreement.join(0) == [] and agreement.push(Push(0, 0))[0].why.endswith("without having taken values")
-    assert agreement.join(1) == [Go(0), Go(1)]
-    assert agreement.join(7) == [Go(7)], "who comes later begins at once"
+    consistency = Consistency(2)
+    assert consistency.join(0) == [] and consistency.push(Push(0, 0))[0].why.endswith("without having taken values")
+    assert consistency.join(1) == [Go(0), Go(1)]
+    assert consistency.join(7) == [Go(7)], "who comes later begins at once"
 
 
 def test_asynchronous_waits_for_nobody() -> None:
-    agreement = begun(3)
+    consistency = begun(3)
     for number in range(1, 10):
-        commit, go = agreement.push(Push(0, agreement.version))
+        commit, go = consistency.push(Push(0, consistency.version))
         assert commit == Commit(number, (0,), (1.0,), (0,), number % 3 == 0) and go == Go(0)
-    assert agreement.push(Push(1, 0))[0].staleness == (9,)
+    assert consistency.push(Push(1, 0))[0].staleness == (9,)
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 10**6))
 def test_the_bound_holds_and_nobody_waits_for_ever(num: int, bound: int, seed: int) -> None:
-    agreement, draw = begun(num, staleness=bound), random.Random(seed)
+    consistency, draw = begun(num, staleness=bound), random.Random(seed)
     base = dict.fromkeys(range(num), 0)
     for _ in range(60):
         worker = draw.choice(sorted(base))
-        for decision in agreement.push(Push(worker, base.pop(worker))):
+        for decision in consistency.push(Push(worker, base.pop(worker))):
             if isinstance(decision, Go):
-                base[decision.worker] = agreement.version
-        clocks = agreement.clocks
+                base[decision.worker] = consistency.version
+        clocks = consistency.clocks
         assert max(clocks.values()) - min(clocks.values()) <= bound + 1
         assert set(base) == {w for w in clocks if may_go_on(clocks, w, bound)}
-    assert agreement.version == 60
+    assert consistency.version == 60
 
 
 @given(st.integers(1, 4), st.integers(0, 2), st.integers(0, 3), st.integers(0, 10**6))
 def test_workers_with_several_tasks(num: int, overlap: int, more: int, seed: int) -> None:
     """A worker's gradient is of the values once its push 1 + overlap before was taken in, or later if it waits."""
     bound = overlap + more if overlap + more else None
-    agreement, draw = Consistency(num, bound, overlap=overlap), random.Random(seed)
+    consistency, draw = Consistency(num, bound, overlap=overlap), random.Random(seed)
     bases: dict[int, list[int]] = {worker: [] for worker in range(num)}
     pushed: dict[int, list[int]] = {worker: [0] * (1 + overlap) for worker in range(num)}  # versions after its pushes
 
     def carry_out(decisions: list[object]) -> None:
         for decision in decisions:
             if isinstance(decision, Go):
-                bases[decision.worker].append(agreement.version)
+                bases[decision.worker].append(consistency.version)
 
     for worker in range(num):
-        carry_out(agreement.join(worker))
+        carry_out(consistency.join(worker))
     assert all(tasks == [0] * (1 + overlap) for tasks in bases.values())
     for _ in range(60):
         worker = draw.choice([worker for worker, tasks in bases.items() if tasks])
         base = bases[worker].pop(0)
         assert base >= pushed[worker][-1 - overlap] and (bound or base == pushed[worker][-1 - overlap])
-        decisions = agreement.push(Push(worker, base))
-        pushed[worker].append(agreement.version)
+        decisions = consistency.push(Push(worker, base))
+        pushed[worker].append(consistency.version)
         carry_out(decisions)
-        ahead = {worker: agreement.clocks[worker] + len(tasks) for worker, tasks in bases.items()}
+        ahead = {worker: consistency.clocks[worker] + len(tasks) for worker, tasks in bases.items()}
         assert all(len(tasks) <= 1 + overlap for tasks in bases.values())
-        assert bound is None or max(ahead.values()) - min(agreement.clocks.values()) <= bound + 1
-    assert agreement.version == 60
+        assert bound is None or max(ahead.values()) - min(consistency.clocks.values()) <= bound + 1
+    assert consistency.version == 60
 
 
 def test_synchronous_takes_one_push_of_each_by_weight() -> None:
-    agreement = begun(2, staleness=0)
-    assert agreement.push(Push(1, 0, 3.0)) == []
-    assert agreement.push(Push(0, 0, 1.0)) == [Commit(1, (0, 1), (0.25, 0.75), (0, 0), True), Go(0), Go(1)]
+    consistency = begun(2, staleness=0)
+    assert consistency.push(Push(1, 0, 3.0)) == []
+    assert consistency.push(Push(0, 0, 1.0)) == [Commit(1, (0, 1), (0.25, 0.75), (0, 0), True), Go(0), Go(1)]
 
 
 def test_a_backup_is_late() -> None:
-    agreement = begun(3, staleness=0, backup=1)
-    agreement.push(Push(2, 0))
-    assert agreement.push(Push(0, 0))[1:] == [Go(0), Go(2)]
-    assert agreement.push(Push(1, 0)) == [Late(1, 0), Go(1)]
+    consistency = begun(3, staleness=0, backup=1)
+    consistency.push(Push(2, 0))
+    assert consistency.push(Push(0, 0))[1:] == [Go(0), Go(2)]
+    assert consistency.push(Push(1, 0)) == [Late(1, 0), Go(1)]
     assert num_needed(3, 1) == 2 and num_needed(1, 1) == 1 and shares_of([0, 0]) == (0.5, 0.5)
 
 
 def test_who_leaves_is_not_waited_for() -> None:
-    agreement = begun(3, staleness=1)
+    consistency = begun(3, staleness=1)
     for _ in range(2):
-        agreement.push(Push(0, agreement.version))
-    agreement.push(Push(1, agreement.version))
-    assert agreement.leave(2) == [Go(0)]
-    assert agreement.push(Push(2, 0)) == [Refuse(2, "worker 2 is no member of this run")]
+        consistency.push(Push(0, consistency.version))
+    consistency.push(Push(1, consistency.version))
+    assert consistency.leave(2) == [Go(0)]
+    assert consistency.push(Push(2, 0)) == [Refuse(2, "worker 2 is no member of this run")]
     synchronous = begun(3, staleness=0)
     synchronous.push(Push(0, 0))
     synchronous.push(Push(1, 0))
@@ -109,16 +109,16 @@ def test_who_leaves_is_not_waited_for() -> None:
 
 
 def test_versions_that_there_are_not() -> None:
-    agreement = begun(1)
-    refuse, go = agreement.push(Push(0, 5))
+    consistency = begun(1)
+    refuse, go = consistency.push(Push(0, 5))
     assert refuse == Refuse(0, "a gradient of version 5, and there are versions 0 to 0") and go == Go(0)
 
 
 def test_a_given_order_is_kept() -> None:
-    agreement = begun(2, order=(1, 1, 0))
-    assert agreement.push(Push(0, 0)) == []
-    assert agreement.push(Push(1, 0)) == [Commit(1, (1,), (1.0,), (0,), False), Go(1)]
-    decisions = agreement.push(Push(1, 1))
+    consistency = begun(2, order=(1, 1, 0))
+    assert consistency.push(Push(0, 0)) == []
+    assert consistency.push(Push(1, 0)) == [Commit(1, (1,), (1.0,), (0,), False), Go(1)]
+    decisions = consistency.push(Push(1, 1))
     assert [d.members for d in decisions if isinstance(d, Commit)] == [(1,), (0,)]
 
 
@@ -168,7 +168,7 @@ def test_pieces_of_workers_with_several_tasks() -> None:
 
 @pytest.mark.parametrize("bound", [None, 2])
 def test_a_coordinator_that_comes_back_knows_who_computes(bound: int | None) -> None:
-    agreement = Consistency(2, bound, version=9, started=True)
-    agreement.adopt(4)
-    assert [type(d) for d in agreement.push(Push(4, 8))] == [Commit, Go]
-    assert agreement.version == 10
+    consistency = Consistency(2, bound, version=9, started=True)
+    consistency.adopt(4)
+    assert [type(d) for d in consistency.push(Push(4, 8))] == [Commit, Go]
+    assert consistency.version == 10

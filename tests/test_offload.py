@@ -30,7 +30,7 @@ from plait.errors import HomeError
 from plait.optim import Lamb
 from plait.plan import sharding_plan
 
-pytestmark = pytest.mark.xdist_group("homes")  # plans share what is captured
+pytestmark = pytest.mark.xdist_group("offload")  # plans share what is captured
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 ADAMW_EXACT = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)  # where rounding does not decide on signs
