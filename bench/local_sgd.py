@@ -1,4 +1,4 @@
-"""What it costs in loss that replicas agree later: the byte GPT after as many tokens under each strategy, and the bytes it sent.
+"""The loss of the byte GPT after as many tokens with replicas that agree later, and the bytes that each strategy sent.
 
 python -m bench.local_sgd [PLAN ...] [--steps 400] [--write]
 """

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from bench.call_measurement import distinct_calls, measure_calls, measure_updates
 from bench.harness import free_port, torchrun
 from bench.truth_models import MODELS
 from bench.workloads import optimizer
 from plait import Plan, Trainer
-from plait.api.call_measurement import distinct_calls, measure_calls, measure_updates
 from plait.api.simulate_step import describe_program
 from plait.cost.collective_time import CollectiveKind
 from plait.cost.step_program import StepProgram

@@ -10,8 +10,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from plait.api import call_measurement, cluster_measurement, step_measurement
-from plait.api.call_measurement import as_rows, distinct_calls, measure_calls, measure_updates
+from bench import call_measurement
+from bench.call_measurement import as_rows, distinct_calls, measure_calls, measure_updates
+from plait.api import cluster_measurement, step_measurement
 from plait.api.cli import app
 from plait.api.cluster_measurement import MeasuredCollective, fit_link, measure_here, write_measured
 from plait.api.job.gpt import BytesGPT, loss_fn

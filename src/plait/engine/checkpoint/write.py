@@ -31,7 +31,7 @@ from plait.comm.protocol import World
 from plait.compile.ir.dtypes import torch_name
 from plait.cost.memory_model import padded
 from plait.engine.checkpoint.barrier import Barrier
-from plait.engine.checkpoint.checkpoint_folders import checkpoints, newest, own_folders
+from plait.engine.checkpoint.checkpoint_folders import checkpoints, own_folders
 from plait.engine.checkpoint.json_values import encode
 from plait.engine.checkpoint.local_shards import LocalShard, WrittenPiece, pieces
 from plait.engine.checkpoint.manifest import BLOCK, NAME, FileEntry, Manifest, saved_at
@@ -246,9 +246,6 @@ def _unneeded(folder: Folder) -> list[str]:
         except CheckpointError:  # damaged: the files are kept for inspection
             return []
     return [name for name in names if name not in needed and _OURS.fullmatch(name)]
-
-
-__all__ = ["KEEP", "State", "checkpoints", "clean", "newest", "save"]
 
 
 class Image:
