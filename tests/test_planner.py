@@ -21,6 +21,8 @@ from plait.api.job.gpt import loss_fn
 from plait.api.job.metrics import measured_noise, read_steps
 from plait.api.plan_model import ModelEvaluator
 from plait.cost.found_plans import RELAXED_WORTH, USABLE, Candidate, FoundPlans, Goal, best_between
+from plait.cost.memory_model import StateBytes
+from plait.cost.model_forms import ModelForms, PrecisionForms
 from plait.cost.noise_scale import NoiseScale
 from plait.cost.outline_search import devices_enough
 from plait.cost.plan_search import search
@@ -29,7 +31,7 @@ from plait.cost.transformer import TransformerShape
 from plait.cost.transformer_simulation import simulate_step
 from plait.errors import PlaitError, PlanError
 from plait.plan.legality import refusals
-from plait.plan.parallelism import Parallelism
+from plait.plan.parallelism import FULL, NONE, Parallelism
 from plait.plan.plan import Plan
 from plait.plan.plan_space import Limits, PlanSpace, batch_sizes, plan_of
 from plait.plan.step_facts import StepFacts
@@ -351,6 +353,21 @@ def test_a_model_of_ones_own() -> None:
         assert each.step.size == pytest.approx(each.memory, rel=1.0)
     with pytest.raises(PlanError, match="is nearest, and misses by"):
         plait.search(model, loss, batch, "xeon-2core", limits="sync=1", memory=100)
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [("1f1b", 1), ("gpipe", 4)])
+def test_a_budget_leaves_room_for_what_the_schedule_keeps(schedule: str, microbatches: int) -> None:
+    """`microbatches`, of all layers, are kept at once on the fullest rank."""
+    node, mebi = find_cluster("h100x2"), 2**20
+    evaluator = ModelEvaluator(torch.nn.Linear(1, 1), loss_fn, lambda _: {}, 16, node)
+    kept = PrecisionForms(1.0, 2.0, {NONE: 64 * mebi, FULL: 8 * mebi})  # bytes of a row
+    evaluator._forms = ModelForms(
+        node, 4, 1e6, StateBytes(4, 4, 8), 0.0, 0.0, 1.0, {"fp32": kept}, None, None, None, None
+    )  # fmt: skip
+    how = Parallelism(pipeline=2, num_micro=8, recompute=FULL, schedule=schedule)
+    room = 120 * mebi
+    found = evaluator.refine(how, 16, sum(evaluator.forms.least_memory(how, 16)[0].values()) + room, Limits())
+    assert 16 * mebi < found.budget <= room / microbatches
 
 
 def test_experts_of_a_captured_model_are_searched() -> None:
