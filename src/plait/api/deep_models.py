@@ -70,11 +70,10 @@ def with_fewer(model: nn.Module, layers: Layers, number: int) -> nn.Module:
 
 
 def deep_program(layers: Layers, plan: Plan, describe: Describe) -> StepProgram | None:
-    """The program of a plan for a deep model; `describe` makes those of shallow ones.
+    """The program of a plan for a deep model; `describe` makes the programs of shallow ones.
 
-    None for a plan, or a model, for which a few layers do not say what the others do: stages that the user cuts or
-    spreads, replicated stages, budgets of recomputation, values that skip stages, and gradients that are joined in
-    other ways as there are more of them.
+    None where a few layers do not determine the program: for stages that the user cuts or spreads, replicated stages,
+    budgets of recomputation, values that skip stages, and gradients whose buckets depend on their number.
     """
     regular = not plan.stages and not plan.cut and max(plan.copies) == 1 and plan.recompute.kind in ("none", "layer")
     if not regular:

@@ -1,4 +1,4 @@
-"""Measures the overhead of a step that does not show when its calls are measured one by one, on steps with hardly any
+"""Measures the overhead of a step that does not show when its calls are measured one by one: on steps with hardly any
 arithmetic."""
 
 from __future__ import annotations

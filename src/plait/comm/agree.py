@@ -29,9 +29,8 @@ _num_calls: WeakKeyDictionary[World, int] = WeakKeyDictionary()
 def agree(world: World, value: str, what: str = "value", *, remedy: str = "") -> None:
     """Check that all ranks hold the same text. `what` names it in messages, and `remedy` is added to them.
 
-    A rank calls this when something has changed that must have changed on all ranks. Raises WorldError on every rank,
-    with the ranks that differ. If nothing has changed on the other ranks and they wait for this rank elsewhere, the
-    WorldError says so.
+    A rank calls this after a change that must be the same on all ranks. Raises WorldError on every rank, with the ranks
+    that differ. If the other ranks have not changed, and wait for this rank elsewhere, the WorldError says so.
     """
     if world.mesh.size > 1:
         after = f"; {remedy}" if remedy else ""

@@ -30,7 +30,7 @@ class PlannedStep(Protocol):
     def estimate(self) -> StepEstimate: ...
     @property
     def size(self) -> float:
-        """Bytes on the device, or about so many where memory is not scarce."""
+        """Bytes on the device; an estimate if they are far below its memory."""
         ...
 
     @property

@@ -18,11 +18,11 @@ _FEWEST = 8  # measurements from which an interval is told
 
 @dataclass(frozen=True)
 class NoiseSample:
-    """One measurement: unbiased, and alone so rough that either number may be negative.
+    """One measurement. Both numbers are unbiased estimates, and so rough that either may be negative.
 
     Attributes:
-        signal: of the square of the true gradient's 2-norm, |G|^2.
-        noise: of the trace of the covariance of one row's gradient, S.
+        signal: the estimate of |G|^2, the square of the true gradient's 2-norm.
+        noise: the estimate of S, the trace of the covariance of one row's gradient.
     """
 
     signal: float
@@ -30,8 +30,9 @@ class NoiseSample:
 
     @classmethod
     def of_norms(cls, few_rows: int, few: float, rows: int, all_of_them: float) -> NoiseSample:
-        """From the 2-norms `few` and `all_of_them` of the mean gradients of `few_rows` and of `rows` rows, which may
-        have the few among them. Raises ValueError unless there are fewer of the few."""
+        """The measurement from the 2-norms of mean gradients: `few` of `few_rows` rows, `all_of_them` of `rows` rows.
+
+        The few rows may be among the others. Raises ValueError unless `few_rows` is less than `rows`."""
         if not 0 < few_rows < rows:
             raise ValueError(f"two numbers of rows, the first smaller, show noise: not {few_rows} and {rows}")
         small, large = few * few, all_of_them * all_of_them
@@ -61,13 +62,13 @@ class RunningNoise:
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """A noise scale, and what is known of it.
+    """A noise scale, with its confidence interval.
 
     Attributes:
         rows: the noise scale.
-        low: of the interval that has it with 95%, if it was measured often enough.
-        high: of that interval; infinite where the gradient is not told from noise.
-        source: where it is from, in words.
+        low: the lower end of the 95% interval; None if it was not measured often enough.
+        high: the upper end; infinite if the gradient cannot be told from noise.
+        source: where the number is from, in words.
     """
 
     rows: float

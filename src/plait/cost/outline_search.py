@@ -33,7 +33,7 @@ _PASSES: tuple[tuple[str, Callable[[Homes], bool]], ...] = (
 
 
 class KeptSteps:
-    """The best of what closed forms were computed of, while a search goes on."""
+    """The best steps, by their closed forms, that a search has seen so far."""
 
     def __init__(self, domains: tuple[int, ...], goal: Goal) -> None:
         self.num = 0
@@ -76,8 +76,9 @@ class KeptSteps:
             heapq.heapreplace(heap, item)
 
     def best_of(self, rows: int) -> float:
-        """What a plan must come near to be worth a look, in seconds per row by its worth: the best so far. If plans are
-        ranked by the time to a loss it is the best with that batch, since all batches are compared."""
+        """The best seconds per row so far, divided by the worth of the rows, which a plan must come near.
+
+        If plans are ranked by the time to a loss, it is the best with that batch, because all batches are compared."""
         if not self.goal.to_loss:
             return self.best
         return self.of_batches[rows][0] if rows in self.of_batches else math.inf

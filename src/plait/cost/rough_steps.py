@@ -1,4 +1,4 @@
-"""Closed forms of all plans of an outline, from those of its microbatches and of states: what a search prunes by."""
+"""Closed forms of all plans of an outline, by which a search prunes: from those of its microbatches and its states."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""How long a schedule of a chain of stages takes, without the trace of it: what a search asks for thousands of.
+"""The time of a schedule of a chain of stages, without its trace, for searches that need thousands of them.
 
 schedule_times(name, num_ranks, num_micro, chunks, costs) -> ScheduleTimes
 
 The numbers are those of `simulate` (cost/simulate.py), to the last digit. The order in which actions can run depends on
-the schedule alone, and is kept; each costs then takes one walk over it.
+the schedule alone, and is kept; each set of costs then takes one pass over it.
 """
 
 from __future__ import annotations

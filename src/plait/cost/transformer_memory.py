@@ -14,7 +14,7 @@ from plait.plan.sharding_plan import DEVICE
 
 
 def own_parameters(shape: TransformerShape, how: Parallelism) -> Owned:
-    """Parameters of the rank with most: its layers, and an embedding or an output layer."""
+    """Parameters of the rank that has the most: its layers, and an embedding or an output layer."""
     return _own_parameters(shape, how.pipeline, how.weights, how.experts)
 
 

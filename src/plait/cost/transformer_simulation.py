@@ -128,8 +128,10 @@ class SimulatedStep:
 def misses_by(
     beyond: float, away: Mapping[str, float], cluster: Cluster, num_ranks: int, homes: Homes = ON_DEVICE
 ) -> float:
-    """Bytes that a plan takes too many of: `beyond` what the device has, or what all ranks of a host keep `away`, by
-    class, beyond its memory and disk."""
+    """Bytes by which a plan exceeds memory; at most 0 if it fits.
+
+    `beyond` are those of the device, and `away` those that a rank keeps outside it, by class: all ranks of a host share
+    its memory and disk."""
     if not away or cluster.host is None:
         return beyond
     share = min(cluster.node_size, num_ranks)

@@ -45,17 +45,18 @@ class Owned(NamedTuple):
 
     @property
     def held(self) -> float:
-        """All of them."""
+        """The parameters of the rank, dense and of experts."""
         return self.dense + self.expert
 
     def cut(self, parts: int) -> float:
-        """What a rank has if ZeRO cuts over `parts` ranks: experts over those that have the same."""
+        """The parameters of a rank if ZeRO cuts over `parts` ranks, and experts over those that have the same."""
         return self.held if parts == 1 else (self.dense + self.expert * self.ranks) / parts
 
 
 def held_states(own: Owned, how: Parallelism, each: StateBytes) -> dict[str, float]:
-    """Bytes of parameters, gradients and the optimizer's state on a rank, wherever they are kept; `each` has those of a
-    parameter. Gradients are those that are there while a microbatch's activations are."""
+    """Bytes of parameters, gradients and the optimizer's state on a rank, wherever they are kept.
+
+    `each` has the bytes per parameter. Gradients count as they are while the activations of a microbatch are there."""
     cuts, parts = how.cuts, how.sharded
     later = 0.0 if how.later is None else how.later.kept_bytes * trained(own, how)
     return {

@@ -349,8 +349,10 @@ def _stepped(
 
 
 def _constructed_state(parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> _Constructed:
-    """What the constructor made for the first of the parameters, but for tensors that are neither numbers, nor filled
-    with one, nor the parameter. Of a tensor without values the shape counts."""
+    """The state that the constructor made for the first of the parameters.
+
+    It leaves out tensors that are neither 0-d, nor filled with one number, nor a copy of the parameter. Of a tensor
+    without values only the shape counts."""
     found: _Constructed = {}
     for parameter in [p for p in parameters if not p.is_meta][:1]:
         for key, value in optimizer.state.get(parameter, {}).items():

@@ -26,8 +26,8 @@ class AxisKind:
     cuts_experts   each rank has a part of the experts of every mixture of experts
     within         the axis that it subdivides: the sizes of both keys are not multiplied
     cuts_states    ZeRO cuts optimizer states over the axis, and central storage is shared by its ranks
-    states_with    the axis with whose ranks its own are one group, over which ZeRO cuts states of parameters that all
-                   of these ranks have, and over which their gradients are summed
+    states_with    an axis whose ranks and those of this axis form one group: over it ZeRO cuts the states of parameters
+                   that all of them have, and gradients of these are summed
     has_stages     each rank has stages of the model
     per_stage      the ranks have the same stage, and `stages=` says for each stage which kind the axis is
     without_graph  PyTorch's DDP supports the axis, for a model that cannot be captured

@@ -138,11 +138,11 @@ class ShardingPlan:
         return frozenset(name for name, each in self.parameters.items() if each.gradient_memory != DEVICE)
 
     def gathered(self, when: Gather) -> list[str]:
-        """The names of parameters that are gathered then."""
+        """The names of parameters that are gathered at that time."""
         return [name for name, each in self.parameters.items() if each.gather is when]
 
     def read_as(self, dtypes: Mapping[str, str]) -> ShardingPlan:
-        """The same for graphs that read these parameters, by name, in dtypes of their own."""
+        """This plan for graphs that read the named parameters in these dtypes."""
         found = dict(self.parameters)
         for name, dtype in dtypes.items():
             found[name] = replace(found[name], compute=replace(found[name].compute, dtype=dtype))

@@ -35,7 +35,7 @@ class StepPrediction:
 
     @property
     def seconds(self) -> float:
-        """From the start of a step to that of the next."""
+        """Seconds from the start of a step to the start of the next."""
         return self.simulated.seconds
 
     @property
@@ -55,7 +55,7 @@ class StepPrediction:
 
     @property
     def sent(self) -> dict[str, float]:
-        """Bytes that the rank that sends most sends in a step, by the level of the link."""
+        """Bytes that a rank sends in a step, by the level of the link, for the rank that sends most."""
         return dict(self.simulated.sent)
 
     @property

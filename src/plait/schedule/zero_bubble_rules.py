@@ -55,14 +55,17 @@ ScheduleRules = Callable[[ScheduleTask], list[TimedActions]]
 
 
 def alternating(task: ScheduleTask) -> list[TimedActions]:
-    """What the rules of Qi et al. give with each of their three choices: whether the first backward may wait for one
-    forward more, whether forwards are left out, and whether weight parts fill all waits."""
+    """The schedules that the rules of Qi et al. give, one for each combination of three choices.
+
+    The choices are whether the first backward may wait for one forward more, whether forwards are left out, and whether
+    weight parts fill all waits."""
     return [_Alternating(task, *choices).run() for choices in itertools.product((True, False), repeat=3)]
 
 
 def in_time(task: ScheduleTask) -> list[TimedActions]:
-    """What ranks do that decide in the order of time. Searched are how short a wait may be that a weight part fills,
-    and whether a forward may delay a backward that is about to come."""
+    """The schedules of ranks that decide in the order of time, one for each pair of two limits.
+
+    The limits are how short a wait may be that a weight part fills, and how much a forward may delay a backward."""
     return [_InTime(task, wait, delay).run() for wait, delay in itertools.product(_FRACTIONS, _FRACTIONS)]
 
 

@@ -40,9 +40,9 @@ _LEAST = 2  # calls, for which a region is worth a call of its own
 class FusedRegion:
     """Calls that are compiled as one function.
 
-    calls    the calls that are no views, in order
-    inputs   tensors that they read from outside, or views of which they read, in the order of their first use
-    outputs  those of the calls that are read outside, or views of which are
+    calls    the calls, without views, in order
+    inputs   the tensors from outside that they read, directly or through views, in the order of their first use
+    outputs  the calls that are read outside, directly or through views
     """
 
     calls: tuple[Node, ...]
@@ -54,7 +54,7 @@ Step = Node | FusedRegion  # a call as it is, or a region in place of its calls
 
 
 def regions_of(graph: Graph, views: Collection[Node], apart: Collection[str] = ()) -> list[Step]:
-    """The calls of a graph in an order that computes the same, with regions in place of the calls that they have.
+    """The calls of a graph in an order that computes the same, with each region in place of its calls.
 
     `views` are the graph's `free_views`. Calls of modules that match a name pattern in `apart` are in no region.
     """
@@ -165,7 +165,7 @@ def _is_within(module: str, patterns: Collection[str]) -> bool:
 
 
 def needs_all_before(node: Node) -> bool:
-    """Whether a call runs where it stands, since it begins or awaits what other ranks or other memory take part in."""
+    """Whether a call must stay in its place, because it starts or awaits a collective or a copy to other memory."""
     row = op_spec_of(node)
     return row.communicates is not None or row.transfers
 

@@ -73,11 +73,11 @@ jax.tree_util.register_dataclass(Found, ["loss", "parts", "buffers", "aux"], [])
 
 @dataclass(frozen=True)
 class Rules:
-    """What an update obeys.
+    """How an update treats gradients.
 
-    clip        the 2-norm to which gradients are clipped; None: they are not
-    guards_loss whether a loss that is not finite leaves everything as it was
-    guards      whether gradients that are not finite do
+    clip         the 2-norm to which gradients are clipped; None: they are not
+    guards_loss  whether there is no update if the loss is not finite
+    guards       whether there is no update if a gradient is not finite
     """
 
     clip: float | None = None

@@ -142,17 +142,18 @@ class Part:
 
 
 def part_left_out(frame: FrameType) -> Part | None:
-    """The part of a function that the branch which its frame is about to take leaves out; None if each side does
-    something, or leaves the function."""
+    """The part of a function that only one side of the branch runs which its frame is about to take.
+
+    None if both sides do something, or if one leaves the function."""
     code = instructions(frame.f_code)
     at = _jump_at(frame, code)
     return None if at is None else _part(frame.f_code, code, at, idle_lines(frame))
 
 
 def part_behind_length(frame: FrameType) -> Part | None:
-    """The same where the frame asks for a length, in order to branch on whether it is 0: `if len(rows) == 0`.
+    """As `part_left_out`, if the frame asks for a length to branch on whether it is 0: `if len(rows) == 0`.
 
-    `runs` then is whether the part runs if the length is not 0.
+    `runs` of the part is then whether it runs if the length is not 0.
     """
     code = instructions(frame.f_code)
     at = _behind_call(frame, code)

@@ -23,9 +23,9 @@ from plait.compile.ops.experts import expert_addmm, expert_mm, expert_rows
 class Round(Protocol):
     """The round of a loop to which rows belong.
 
-    keep   one bool for each row: whether it is in this round; None before any rows are asked for
-    every  whether all rows are
-    is_over  whether it has ended
+    keep     one bool for each row: whether the row is in this round; None before any rows are asked for
+    every    whether all rows are in this round
+    is_over  whether the round has ended
     """
 
     keep: Tensor | None

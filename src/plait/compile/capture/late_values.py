@@ -47,7 +47,7 @@ class LateCheck:
 
 
 class PartsLeftOut(Protocol):
-    """Lets parts of a model run that are left out where there are no rows (compile/capture/empty_rounds.py)."""
+    """Runs parts of a model that the model skips if there are no rows (compile/capture/empty_rounds.py)."""
 
     def asks_for_rows(self, condition: Tensor, part: Part) -> bool: ...
     def begin(self, frame: FrameType, part: Part, error: Exception, condition: Tensor | None = None) -> None: ...

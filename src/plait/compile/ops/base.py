@@ -244,14 +244,14 @@ class OpSpec:
         advice: what a model can do instead of an op whose results have shapes that depend on numbers.
         access: the rows that it reads or writes by number, from its arguments; None if they are indexed otherwise.
         picks: position of the output that has places along a dim, from 0 to its size.
-        fills: the number that all elements of its result are.
+        fills: the number that every element of its result has.
         by_device: whether the shapes, strides or dtypes of its results depend on the kind of device.
         random: the op in terms of `draw(shape, dtype, device, kind, params)`, its first argument (ops/random.py).
         dropout: position of the rate (dropout_p) of an op that is random only if the rate is not 0.
         communicates: its collective.
         transfers: whether it begins or awaits a copy between the device and a home on the host or on disk.
         memory: the class of its memory, if that is not activations.
-        ties: whether all that reads its result is on one stage of a pipeline, and what lies between.
+        ties: whether all calls that read its result, and the calls between them, are on one stage of a pipeline.
         puts: position of the tensor that the call copies into a buffer of several.
         flops: floating-point operations of a call, for ops whose formula torch.utils.flop_counter lacks.
         skips: the fraction of them that its kernel does not carry out, because a mask hides their results.
