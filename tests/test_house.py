@@ -260,6 +260,23 @@ def _types_in(node: ast.stmt) -> list[str]:
     return [name for name in names if re.fullmatch("[A-Z][a-z][A-Za-z]*", name)]
 
 
+# Words that the field does not know, in whose place other names stand.
+_FORMER = {"agreeing", "agreement", "blame", "boxes", "chief", "consent", "foresee", "recipe", "rehearsal", "tally"}
+
+
+def test_names_have_the_words_of_the_field() -> None:
+    found = _by_file(lambda path: _words(path) & _FORMER)
+    assert found == {}
+
+
+def _words(path: Path) -> set[str]:
+    """The words of the names that a file defines or uses, and of its own."""
+    names = [path.stem]
+    for node in _nodes(path):
+        names += [str(getattr(node, field)) for field in ("name", "id", "attr", "arg") if hasattr(node, field)]
+    return {word.lower() for name in names for word in re.findall("[A-Z]?[a-z]+", name)}
+
+
 def test_files_are_short() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in SOURCES}
     assert {name: length for name, length in lengths.items() if length > 500} == {}

@@ -48,8 +48,8 @@ def explain(
     own = _batch_of_worker(batch, plan) if plan.workers else batch
     compiled = check_step(Compiler(Captures(model, loss_fn), plan.inner_plan, layouts), own, plan)
     program = compiled.program
-    about = _service(plan, program) if plan.workers else _agreement(plan, program) if plan.relaxed_axis else ""
-    return replace(explanation(compiled), agreement=about, layouts=layouts)
+    about = _service(plan, program) if plan.workers else _exchange(plan, program) if plan.relaxed_axis else ""
+    return replace(explanation(compiled), about=about, layouts=layouts)
 
 
 def _batch_of_worker(batch: Any, plan: Plan) -> Any:
@@ -75,7 +75,7 @@ def _service(plan: Plan, program: RankProgram) -> str:
     )
 
 
-def _agreement(plan: Plan, program: RankProgram) -> str:
+def _exchange(plan: Plan, program: RankProgram) -> str:
     """A sentence about how replicas synchronize, and the bytes that a rank sends for it."""
     num = plan.mesh.axis_size(plan.relaxed_axis)
     mesh = plan.inner_plan.mesh

@@ -32,7 +32,7 @@ class DryRunWorld:
         self.mesh = mesh
         self.rank = rank
         self.device = device
-        self.store: KeyValueStore = _AgreeingStore()
+        self.store: KeyValueStore = _EqualStore()
         self.monitor: RankMonitor | None = None
         self.meter = meter
         self._algorithm = algorithm
@@ -225,7 +225,7 @@ class _Pending:
         return self._result
 
 
-class _AgreeingStore(LocalStore):
+class _EqualStore(LocalStore):
     """A store in which every rank has set the same text as this one."""
 
     def __init__(self) -> None:

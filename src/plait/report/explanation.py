@@ -45,13 +45,13 @@ class Explanation:
     Attributes:
         compiled: the step under the plan.
         collectives: the collectives of one step, in order; none if the plan's backend chooses them itself.
-        agreement: how replicas synchronize, for plans under which they do so later than every step.
+        about: what replicas, or workers and servers, exchange, for plans that have them.
         layouts: the layouts that the user gave.
     """
 
     compiled: Compiled
     collectives: tuple[Collective, ...]
-    agreement: str = ""
+    about: str = ""
     layouts: Annotations | None = None
 
     @property
@@ -75,7 +75,7 @@ class Explanation:
         parameters = [i.name for i in self.program.captured.inputs if i.kind == "parameter"]
         batch = [i.name for i in self.program.captured.inputs if i.kind == "batch"]
         title = f"plan {self.program.plan.title}"
-        lines = [*([self.agreement, "", f"each of them: {title}"] if self.agreement else [title]), "", "batch"]
+        lines = [*([self.about, "", f"each of them: {title}"] if self.about else [title]), "", "batch"]
         layouts = self.program.layouts
         lines += [f"  {name:40} {layouts[name]}{self._origin(name)}" for name in batch if name in layouts]
         lines += ["", "parameters"]
