@@ -112,8 +112,8 @@ def train(
 
             if trace:
                 raise PlanError(
-                    f"--trace is of ranks, and workers={chosen.workers} leaves none; metrics.jsonl has how long workers"
-                    " waited for values and for data; leave --trace out"
+                    f"--trace records ranks, and workers={chosen.workers} are not recorded; leave --trace out:"
+                    " metrics.jsonl says how long workers waited for values and for data"
                 )
             check_served(job, chosen)
         begins = _resume(resume, checkpoint)

@@ -39,8 +39,8 @@ def choose_plan(text: str | None, processes: int | None) -> Plan:
     chosen = plan_of(text)
     if processes is not None and chosen.workers:
         raise PlanError(
-            f"--processes {processes} is about ranks that this command starts; workers={chosen.workers} are started by"
-            " Ray, so leave --processes out"
+            f"--processes {processes} says how many ranks this command starts, but Ray starts those of"
+            f" workers={chosen.workers}; leave --processes out"
         )
     if processes is not None:
         chosen.check_processes(processes)

@@ -153,8 +153,8 @@ class Trainer:
         self.plan = resolve_plan(plan)
         if self.plan.workers:
             raise PlanError(
-                f"the plan {self.plan.title!r} has parameter servers, which a Trainer is no part of; give it to plait"
-                " train, or use data=N"
+                f"the plan {self.plan.title!r} has parameter servers, whose workers have no Trainer; run it with `plait"
+                " train`, or use data=N"
             )
         check_plan(self.plan, model, clip_norm, place_here(world))
         if noise_every:

@@ -123,7 +123,7 @@ def read_loss(value: Any, rows: int) -> Loss:
         if not isinstance(beside, Mapping):
             raise LossError(
                 f"loss_fn returns a pair of {_type(value)} and {_type(beside)}, which may be a sum and its weight, or a"
-                " loss and something that belongs to it; write plait.Weighted(sum, weight) for a loss normalised by a"
+                " loss and another output; write plait.Weighted(sum, weight) for a loss normalised by a"
                 ' count, or (loss, {"name": tensor}) for a loss and further outputs'
             )
         outputs = {_name(name): _output(name, each, rows) for name, each in beside.items()}

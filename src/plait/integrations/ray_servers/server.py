@@ -253,7 +253,7 @@ class Server:
             if array is not None and (why := self.coding.misfit(array, piece)):
                 return f"worker {member.worker} pushes a gradient of the wrong shape: {why}"
         if why := self.tables.misfit(arrays[len(self.pieces) :]):
-            return f"worker {member.worker} pushes what is no gradient: {why}"
+            return f"worker {member.worker} pushes arrays that are not gradients: {why}"
         return arrays
 
 
