@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,74 @@ def test_what_no_rank_can_do_is_refused_before_any_starts(plan: str, changes: li
         job = job.model_copy(update={"train": job.train.model_copy(update={"clip_norm": None})})
     with pytest.raises(PlanError, match=message):
         check_job(job, Plan.parse(plan))
+
+
+OWN = """
+import torch
+from torch import nn
+
+SEEN = torch.zeros(1)
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, row):
+        return {"x": torch.full((8,), row / 64)}
+
+class Branch(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y.exp() if y.sum() > 0 else y
+
+class NeedsValues(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 1)
+        self.scale = self.weight.sum().item()
+
+def loss(model, batch):
+    return model(batch["x"]).square().mean()
+
+def counted(model, batch):
+    SEEN.add_(batch["x"].mean())
+    return loss(model, batch)
+
+def rows():
+    return Rows(), None
+
+def branch():
+    return Branch(8, 1), loss
+
+def outside():
+    return nn.Linear(8, 1), counted
+
+def needs_values():
+    return NeedsValues(), loss
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "message"),
+    [
+        ("branch", "data=2 zero=1", "needs the graph of the step"),
+        ("branch", "data=2 micro=2", "needs the graph of the step"),
+        ("outside", "data=2 sync=2", "outside"),
+        ("branch", "data=2", None),  # DistributedDataParallel runs it
+        ("needs_values", "data=2 zero=1", None),
+    ],
+)
+def test_what_only_the_graph_tells_is_refused_before_any_rank_starts(
+    model: str, plan: str, message: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "own_model.py").write_text(OWN)
+    (folder / "own.toml").write_text(
+        f'[model]\nname = "own_model:{model}"\n[data]\nsource = "own_model:rows"\n[optimizer]\nname = "SGD"\nlr = 0.1\n'
+        '[train]\nsteps = 2\nbatch_size = 8\nout = "run"\nevaluate_every = 0\n'
+    )
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "own_model", raising=False)
+    refused = pytest.raises(PlanError, match=message) if message else contextlib.nullcontext()
+    with refused:
+        check_job(load_config("own.toml"), Plan.parse(plan))
 
 
 def train(*changes: str, resume: bool | Resume = False) -> Outcome:

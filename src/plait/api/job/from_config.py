@@ -21,6 +21,7 @@ from plait.api.job.config import Config, SchedulerSection
 from plait.api.job.gpt import bytes_gpt
 from plait.api.job.references import call, check_arguments, import_reference, is_reference
 from plait.backends.eager.offload.disk import scratch_folder
+from plait.comm.thread_world import alone
 from plait.compile.capture.capture import LossFn
 from plait.engine.checkpoint.checkpoint_folders import (
     INSIDE,
@@ -33,15 +34,17 @@ from plait.engine.checkpoint.checkpoint_folders import (
 from plait.engine.checkpoint.compatibility import refuse_tables
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.data.sample_order import check_batch_size
+from plait.engine.ddp_fallback import refuse_unless_data_only
 from plait.engine.environment import under_launcher
 from plait.engine.gradient_noise import check_noise_every
 from plait.engine.local_batch import batch_of_replica, microbatches
 from plait.engine.rank_optimizers import make_optimizer
-from plait.engine.setup_checks import check_plan, check_step, place_here
-from plait.errors import BatchError, CheckpointError, ConfigError, DataError, LossError, PlanError
+from plait.engine.setup_checks import check_captured, check_plan, check_step, place_here
+from plait.errors import BatchError, CaptureError, CheckpointError, ConfigError, DataError, LossError, PlanError
 from plait.plan.annotation import resolve_annotations
 from plait.plan.axes import axis_kind
 from plait.plan.key_values import NO_RECOMPUTE
+from plait.plan.legality import of_graph
 from plait.plan.plan import Plan
 
 _MODELS = {"bytes_gpt": bytes_gpt}
@@ -218,38 +221,53 @@ def check_job(config: Config, plan: Plan, resume: Resume = ANEW, writes: bool = 
     resolve_annotations(config.layouts, {name: tuple(p.shape) for name, p in named.items()}, plan.mesh)
     check_plan(plan, model, config.train.clip_norm, place_here() if writes else None)
     make_optimizer(optimizer_factory(config), [(name, p) for name, p in named.items() if p.requires_grad])
-    if writes and not plan.workers and not under_launcher() and _asks_the_graph(plan):
+    if writes and not plan.workers and not under_launcher() and (_asks_the_passes(plan) or _asks_the_graph(plan)):
         _check_step(config, plan, data)
     if writes:
         _check_out(config, plan, resume)
 
 
-def _asks_the_graph(plan: Plan) -> bool:
-    """Whether only the captured graph tells if the plan fits the model."""
+def _asks_the_passes(plan: Plan) -> bool:
+    """Whether only the compiled step tells if the plan fits the model."""
     more_than_rows = any(size > 1 and not axis_kind(axis).cuts_rows for axis, size in plan.mesh.axes)
     norms = plan.batchnorm == "local"
     return more_than_rows or norms or bool(plan.exceptions) or plan.recompute != NO_RECOMPUTE
 
 
+def _asks_the_graph(plan: Plan) -> bool:
+    """Whether the plan, on several processes, needs a step that can be captured."""
+    return plan.num_processes > 1 and (bool(plan.relaxed_axis) or any(of_graph(plan, "", "")))
+
+
 def _check_step(config: Config, plan: Plan, data: Data) -> None:
     """Raise PlanError or LayoutError if this model's step or optimizer does not support the plan.
 
-    A model that cannot be captured without values is left to the ranks, which have them.
+    The model is built without values. If its step cannot be captured so, it is built again with them.
     """
-    with torch.device("meta"):
-        try:
-            model, loss_fn = make_model(config)
-        except Exception:  # a constructor that needs values
-            return
     batch = first_batch(config, data)
-    compiler = Compiler(Captures(model, loss_fn, torch.device("cpu")), plan.inner_plan, config.layouts)
-    try:
-        compiler.captured(microbatches(batch_of_replica(batch, plan), plan.micro)[0])
-    except (PlanError, BatchError, LossError):
-        raise
-    except Exception:
+    first = microbatches(batch_of_replica(batch, plan), plan.micro)[0]
+    for device in ("meta", "cpu"):
+        try:
+            with torch.device(device):
+                model, loss_fn = make_model(config)
+        except Exception:  # a constructor that needs values
+            continue
+        compiler = Compiler(Captures(model, loss_fn, torch.device("cpu")), plan.inner_plan, config.layouts)
+        try:
+            captured = compiler.captured(first)
+        except (PlanError, BatchError, LossError):
+            raise
+        except CaptureError as error:
+            if device == "cpu":
+                refuse_unless_data_only(error, plan, alone(Plan().mesh), compiler, batch)
+            continue
+        except Exception:
+            return
+        if _asks_the_passes(plan):
+            check_step(compiler, batch, plan, config.train.clip_norm, optimizer_factory(config))
+        else:
+            check_captured(compiler, plan, captured, config.train.clip_norm)
         return
-    check_step(compiler, batch, plan, config.train.clip_norm, optimizer_factory(config))
 
 
 def _on_meta(config: Config) -> nn.Module:
