@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import plait
 from plait.compile.capture.capture import capture
 from plait.compile.ops.experts import EXPERT_ADDMM, EXPERT_MM
-from plait.errors import CaptureError
+from plait.errors import CaptureError, PlanError
 
 WIDTH, EXPERTS = 8, 4
 Loop = Callable[["Layer", Tensor, Callable[[Any], tuple[Tensor, Tensor]], Tensor], Tensor]
@@ -407,6 +407,14 @@ def in_another_order(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tenso
 def test_rounds_that_differ_are_computed_one_by_one(loop: Callable[..., Tensor]) -> None:
     assert num_products(loop) == 0
     assert_verified(loop, "data=2")
+
+
+def test_the_loop_that_expert_cannot_take_is_named() -> None:
+    """By the line with which it begins, and the one that stopped it, if that is known."""
+    start = r"differ: .*test_expert_loops.py:\d+: \"token, place = torch.where\(ids == number\)\""
+    for loop, where in ((of_others, r", at .*test_expert_loops.py:\d+"), (read_between, "")):
+        with pytest.raises(PlanError, match=rf"expert=2 finds no experts.*{start}{where};"):
+            plait.verify(Modules(loop).double(), loss_fn, made(faded)[1], "expert=2")
 
 
 def faded_by_hand(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:

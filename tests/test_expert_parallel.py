@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import plait
 from plait.api.job.report_command import write_report
 from plait.api.verify import verify
+from plait.comm.group import Done
 from plait.comm.protocol import World
 from plait.comm.thread_world import run_ranks
 from plait.compile.ir.node_info import phase_of
@@ -230,6 +231,42 @@ def test_rows_travel_in_equal_parts_where_their_number_must_be_known(plan: str) 
         sent = [node for node in found[phase, "exchange"] if node.meta["val"].ndim == 2]
         assert len(sent) == 2 * len(Net().layers)
         assert all(tuple(node.meta["val"].shape) == (2 * rows, WIDTH) for node in sent)
+
+
+@pytest.mark.parametrize("plan", ["expert=2", "expert=4", "data=4 expert=2"])
+def test_all_to_alls_send_the_rows_that_routers_send_elsewhere(plan: str) -> None:
+    """Four times each row whose expert is on another rank, and the numbers of rows, as links between ranks count."""
+    chosen = Plan.parse(plan)
+    compiler = Compiler(Captures(verifier().captures.model, loss_fn), chosen)
+
+    def rank(world: World) -> int:
+        trainer = plait.Trainer(compiler.model, loss_fn, ADAMW, chosen, world=world, compiler=compiler)
+        comm: Any = world.comm("expert")
+        sent = 0
+
+        def counted(function: Any) -> Any:
+            def call(*args: Any) -> Done:
+                nonlocal sent
+                before = comm.links.total()
+                found = function(*args).wait()
+                sent += comm.links.total() - before
+                return Done(found)
+
+            return call
+
+        for name in ("all_to_all", "all_to_all_rows"):
+            setattr(comm, name, counted(getattr(comm, name)))
+        trainer.step(batch())
+        return sent
+
+    size, mesh = chosen.mesh.axis_size("expert"), chosen.mesh
+    groups = mesh.axis_size("data")
+    expected = 0
+    for ids in choices():
+        for part, rows in enumerate(ids.chunk(groups * size)):
+            away = int((rows // (EXPERTS // size) != part % size).sum())
+            expected += 4 * away * WIDTH * 8 + EXPERTS * 8 * (size - 1) // size
+    assert sum(run_ranks(mesh, rank)) == expected
 
 
 def test_ranks_to_which_no_row_goes() -> None:

@@ -54,6 +54,7 @@ class CaptureError(PlaitError):
     line: int = 0
     data_dependent: bool = False  # a branch on values, as opposed to a mistake: the model would run as it is
     in_merged_loop: bool = False  # after rounds of a loop were made one, without which the step may be captured
+    loop: str = ""  # the line of that loop, and the one that stopped it
 
 
 class BatchError(PlaitError, ValueError):

@@ -347,7 +347,8 @@ class Verifier:
         optimizers = [make_optimizer(self.optimizer, _trained(twin)) for twin in twins]
         held = program.sharding.states
         states = {n: held[n] for n, _ in self.captures.model.named_parameters() if n in held}
-        serial = SerialReplicas(plan, twins, optimizers, states, self.captures.changing, stale, scale)
+        left_out = program.captured.left_out.names
+        serial = SerialReplicas(plan, twins, optimizers, states, self.captures.changing, stale, scale, left_out)
         losses, gradients, outputs = list[float](), dict[str, Tensor](), list[dict[str, Tensor]]()
         for step in range(self.steps):
             try:

@@ -30,6 +30,7 @@ class StepResult:
     buffers: dict[str, Tensor]
     factor: float | Tensor = 1.0
     aux: tuple[Outputs, ...] | None = None  # outputs beside the loss, one entry per microbatch
+    counts: tuple[Tensor, ...] = ()  # of each microbatch, which say what has no gradient (Captured.left_out)
 
 
 class Executable(Protocol):

@@ -81,7 +81,9 @@ def choose_layouts(draft: Draft) -> None:
     shapes = {i.name: tuple(values[i.node].shape) for i in inputs if i.kind == "parameter"}
     annotated = resolve_annotations(draft.annotations, shapes, draft.plan.mesh)
     nodes = {i.name: i.node for i in inputs}
-    draft.chosen, draft.reasons = _choose_parameters(draft.graph, draft.plan, annotated, draft.settled.layouts, nodes)
+    draft.chosen, draft.reasons = _choose_parameters(
+        draft.graph, draft.plan, annotated, draft.settled.layouts, nodes, draft.captured.unmerged
+    )  # fmt: skip
 
 
 def shard(draft: Draft) -> None:
@@ -148,6 +150,7 @@ def _choose_parameters(
     annotated: Mapping[str, Mapping[str, Placement]],
     settled: Mapping[str, Layout] | None,
     nodes: Mapping[str, str],
+    unmerged: str,
 ) -> tuple[dict[str, tuple[dict[str, Placement], dict[str, str]]], dict[str, str]]:
     """Placement of parameters along each axis, by node, and where it came from; and why others stay whole, by name.
     Auto sharding reads the captured graph, before any axis has changed it."""
@@ -178,7 +181,7 @@ def _choose_parameters(
             origin |= {node: f"auto sharding: {names[node]}" for node in found}
             fixed |= found
         if kind.cuts_experts and size > 1:
-            found = _experts(graph, axis, size, names, fixed)
+            found = _experts(graph, axis, size, names, fixed, unmerged)
             origin |= {node: f"experts: {names[node]}" for node in found}
             fixed |= found
         chosen[axis] = (fixed, origin)
@@ -186,7 +189,7 @@ def _choose_parameters(
 
 
 def _experts(
-    graph: Graph, axis: str, size: int, names: Mapping[str, str], annotated: Collection[str]
+    graph: Graph, axis: str, size: int, names: Mapping[str, str], annotated: Collection[str], unmerged: str
 ) -> dict[str, Placement]:
     """The placements of the weights of experts along an axis, by node. Raises PlanError if there are none, or if the
     axis does not divide them."""
@@ -196,7 +199,7 @@ def _experts(
         if refusal := uneven_experts(axis, size, names[node], num):
             raise PlanError(refusal)
     if not found and not own and not annotated:
-        refusal = no_experts(axis, size)
+        refusal = no_experts(axis, size, unmerged)
         raise PlanError(refusal)
     placements: dict[str, Placement] = {node: Shard(0) for node in found}
     return placements | {node: owner_of(number, num, size) for node, (number, num) in own.items()}

@@ -15,7 +15,7 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,6 +122,7 @@ class Engine:
         self._structure: str | None = None  # of the first batch
         self._rows = 1  # of the last global batch
         self._num_waiting = 0  # batches whose gradients no update has taken yet
+        self._without_gradient = frozenset[str]()  # parameters that all of these batches have left out
         self._unchecked: tuple[int, HostValue] | None = None  # the last step, whose loss is yet to be looked at
         self._skipped: HostValue | None = None  # whether the last step made no update, for the scheduler
 
@@ -252,6 +253,7 @@ class Engine:
             result = self.run(self.rows_here(batch), micro_key(self.key(), self._num_waiting * self.plan.micro))
         self._rows = num_rows(batch)
         self.same.check()
+        result = self._without_left_out(result)
         if state.replicas is not None and state.replicas.local is None:
             with self.span("reduce", "gradients"):
                 result = state.replicas.gradients(result)
@@ -274,6 +276,22 @@ class Engine:
         for name, gradient in waiting.items():
             own = executor.parameters[name]
             own.grad = gradient if own.grad is None else own.grad.add_(gradient)
+
+    def _without_left_out(self, result: StepResult) -> StepResult:
+        """The result, without gradients of parameters of parts of the model that the step has left out."""
+        executor, replicas, left_out = self.executor, self.state.replicas, frozenset[str]()
+        alone = (
+            replicas is not None and replicas.local is not None
+        )  # each replica gives zeros, so that all have moments
+        if result.counts and isinstance(executor, RankExecutor) and not alone:
+            ran = executor.left_out.ran(result.counts)
+            if replicas is not None:  # gradients are means over replicas
+                ran = [num > 0 for num in replicas.sum_of(torch.tensor(ran, dtype=torch.float64)).tolist()]
+            left_out = executor.left_out.without_gradient(ran)
+        self._without_gradient = left_out & self._without_gradient if self._num_waiting else left_out
+        if left_out and isinstance(executor, RankExecutor):
+            executor.without_gradient(left_out, self._without_gradient)
+        return replace(result, gradients={n: g for n, g in result.gradients.items() if n not in left_out})
 
     def _check_finite(self, number: int, result: StepResult) -> None:
         """Check the loss of this step. On an accelerator, for which the host does not wait, that of the step before."""

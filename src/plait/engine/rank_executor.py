@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from plait.comm.protocol import World
 from plait.compile.capture.batch import batch_form, batch_leaves, batch_numbers
 from plait.compile.capture.capture import Captured
 from plait.compile.capture.compare_steps import captured_digest
+from plait.compile.capture.parts_left_out import LeftOut
 from plait.compile.compiled import Compiled
 from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.rank_program import RankProgram
@@ -32,7 +33,7 @@ from plait.engine.local_batch import LocalBatch, first_microbatch, global_like, 
 from plait.engine.local_tensors import counts_here, gather_whole, is_whole, local_part, summed_square_axes
 from plait.engine.python_effects import Changes
 from plait.engine.rank_parameters import RankParameters
-from plait.engine.step_results import joined
+from plait.engine.step_results import joined, without_counts
 from plait.errors import CaptureError, PlanError
 from plait.spec.layout import Layout
 
@@ -74,6 +75,7 @@ class RankExecutor:
         self.with_gradient: tuple[str, ...] = ()  # parameters that the last step gave gradients of, on any rank
         self.changing: frozenset[str] = frozenset()  # parameters that do not train, and that the step itself changes
         self.frozen: tuple[str, ...] = ()  # parameters that did not train in the last step
+        self.left_out = LeftOut()  # parameters to which the last step may have given no gradient
         model = compiler.model
         program = self.executable(first_microbatch(batch, compiler.plan.micro)).program
         own = {name: p for name, p in model.named_parameters() if name not in program.captured.changing}
@@ -224,7 +226,8 @@ class RankExecutor:
         if train:
             self.frozen = captured.frozen
         self.with_gradient = tuple(o.name for o in captured.outputs if o.kind == "gradient")
-        result = joined(results, scale)
+        self.left_out = captured.left_out
+        result = without_counts(joined(results, scale), captured.aux is not None)
         self.offload.factor = float(result.factor) if self.offload.norms else 1.0
         return result
 
@@ -317,6 +320,13 @@ class RankExecutor:
             parameter.grad = gradient
         if moved:  # to where the optimizer steps, which the host waits for once
             Event(self.world.device).synchronize()
+
+    def without_gradient(self, left_out: Collection[str], all_time: Collection[str]) -> None:
+        """Forget the gradients, away from the device, of parameters that the last batch has `left_out`. Those of
+        `all_time` have none of earlier batches either."""
+        for name in left_out:
+            self.offload.norms.pop(name, None)
+        self.with_gradient = tuple(name for name in self.with_gradient if name not in all_time)
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply all gradients by the factor, wherever they are stored."""

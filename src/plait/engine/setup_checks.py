@@ -158,5 +158,8 @@ def captured_facts(facts: StepFacts, captured: Captured) -> StepFacts:
     forward = [node for node in captured.graph.nodes if node.op == "call_function" and is_forward(node)]
     changed = sorted(o.name for o in captured.outputs if o.kind == "buffer" and o.name in captured.outside)
     return replace(
-        facts, called=tuple(dict.fromkeys(info_of(node).module for node in forward)), changed_outside=tuple(changed)
+        facts,
+        called=tuple(dict.fromkeys(info_of(node).module for node in forward)),
+        changed_outside=tuple(changed),
+        left_out=captured.left_out.names,
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from plait.backends.backend import StepResult
 from plait.comm.protocol import Comm
 from plait.compile.capture.loss_values import RATIO, ROWS, LossPart, Outputs
+from plait.compile.capture.parts_left_out import COUNTS
 from plait.engine.local_batch import LocalBatch
 from plait.errors import LossError
 
@@ -41,6 +42,16 @@ def joined(results: Sequence[StepResult], scale: Tensor | None = None) -> StepRe
             torch._foreach_mul_(gradients, factor.to(gradients[0].device, dtype, non_blocking=True))
     aux = None if last.aux is None else tuple(each for r in results for each in r.aux or ())
     return StepResult(loss, parts, last.gradients, last.buffers, 1.0 if factor is None else factor, aux)
+
+
+def without_counts(result: StepResult, has_outputs: bool) -> StepResult:
+    """The result of a step, with the counts of what it left out apart from the outputs that the loss function returned,
+    if it did."""
+    if not result.aux or COUNTS not in result.aux[0]:
+        return result
+    counts = tuple(each[COUNTS].value for each in result.aux)
+    aux = tuple({name: part for name, part in each.items() if name != COUNTS} for each in result.aux)
+    return replace(result, aux=aux if has_outputs else None, counts=counts)
 
 
 def gather_outputs(comm: Comm, outputs: Outputs, sizes: Sequence[float], device: torch.device) -> list[Outputs]:

@@ -41,6 +41,7 @@ def refusals(plan: Plan, facts: StepFacts, place: Place | None = None) -> tuple[
     found += [] if facts.rows is None else of_rows(plan, facts.rows)
     found += of_graph(plan, facts.uncaptured, facts.nearest) if facts.uncaptured else ()
     found += of_changes(plan, facts)
+    found += of_parts_left_out(plan, facts)
     found += of_optimizer(plan.inner_plan.mesh.size, facts.optimizer)
     found += of_wrappers(plan.inner_plan, facts.optimizer.wrappers)
     if plan.workers:
@@ -370,6 +371,25 @@ def of_changes(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
             f"the step changes {facts.unsteady}, and needs another graph with the new value, but the microbatches of"
             f" micro={plan.micro} share one graph", "", "leave micro out, or set the value before the first step",
         )  # fmt: skip
+
+
+def of_parts_left_out(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
+    """Refusals of updates that would take a gradient of zero for the one that a parameter does not have, because the
+    step has left out its part of the model."""
+    if not facts.left_out:
+        return
+    what = (
+        f"{facts.left_out[0]} has no gradient in a step that leaves out its part of the model, such as an expert"
+        " without rows"
+    )
+    instead = "let that part run without rows too, as by leaving out `if token.numel() == 0: continue`"
+    if plan.workers:
+        yield Refusal(what, f"with workers={plan.workers} servers take the gradients of all parameters", instead)
+    elif facts.updates_within:
+        why = f"schedule={plan.schedule} updates weights before the whole step has run"
+        yield Refusal(what, why, f"{instead}, or use schedule=1f1b")
+    elif plan.backend == "xla":
+        yield Refusal(what, "backend=xla updates all parameters in one program", f"{instead}, or leave backend= out")
 
 
 def of_optimizer(num_ranks: int, facts: OptimizerFacts) -> Iterator[Refusal]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from plait.errors import Refusal
@@ -10,12 +11,15 @@ from plait.plan.plan import Plan
 _LEAST_SHARE = 0.25  # of the operations of a step, that an axis which cuts the sequence must split
 
 
-def no_experts(axis: str, size: int) -> Refusal:
-    """The refusal of an axis that cuts experts, for a step in which none are found."""
+def no_experts(axis: str, size: int, unmerged: str = "") -> Refusal:
+    """The refusal of an axis that cuts experts, for a step in which none are found; `unmerged` says where a loop over
+    experts is whose rounds are not alike."""
+    loop = f"; the rounds of a loop over experts differ: {unmerged}" if unmerged else ""
     return Refusal(
         f"{axis}={size} finds no experts in the model",
         "experts are found where weights [experts, ...] are looked up by row, where rows that are sorted by expert are"
-        " multiplied in groups, in a loop that adds the rows of experts, and in products of [experts, capacity, ...]",
+        " multiplied in groups, in a loop that adds the rows of experts, and in products of [experts, capacity, ...]"
+        f"{loop}",
         f"name weights of all experts in one with layouts=, such as {{'*.experts.*': '{axis}, -, -'}}; of experts that"
         " are modules of their own let a loop treat all alike, and give each the rows that torch.where(ids == number)"
         " finds, with ids of a topk; or use data=N",
@@ -26,7 +30,7 @@ def uneven_experts(axis: str, size: int, name: str, num: int) -> Refusal | None:
     """The refusal of an axis that does not divide the experts; `name` is that of their weight."""
     if num % size == 0:
         return None
-    fits = max(n for n in range(1, size + 1) if num % n == 0)
+    fits = math.gcd(size, num)  # which divides the ranks of data too, as size does
     return Refusal(
         f"{axis}={size} does not divide the {num} experts of {name}", "",
         f"use {axis}={fits}" if fits > 1 else f"leave {axis}= out",

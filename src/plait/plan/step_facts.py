@@ -67,6 +67,7 @@ class StepFacts:
     nearest          the plan nearest to the given one under which the model runs without a graph
     changed_outside  names of tensors outside the model that the step changes
     unsteady         a Python value that the step changes, so that the next step has another graph
+    left_out         names of parameters without a gradient in steps that leave out their part of the model
     optimizer        facts of the optimizer, once the layouts of all parameters are known
     """
 
@@ -81,6 +82,7 @@ class StepFacts:
     nearest: str = ""
     changed_outside: tuple[str, ...] = ()
     unsteady: str = ""
+    left_out: tuple[str, ...] = ()
     optimizer: OptimizerFacts = OptimizerFacts()
 
 

@@ -118,6 +118,8 @@ class SerialReplicas:
         changing: parameters that the step itself changes, as it changes buffers.
         pipeline: the pipeline of an asynchronous schedule, if the plan has one.
         scale: factor of the loss in backward.
+        left_out: parameters that a step may leave without a gradient. Replicas that train by themselves then give them
+            zeros, so that all have the same moments.
     """
 
     def __init__(
@@ -129,8 +131,10 @@ class SerialReplicas:
         changing: Collection[str] = (),
         pipeline: Pipeline | None = None,
         scale: float = 1.0,
+        left_out: Collection[str] = (),
     ) -> None:
         self.plan = plan
+        self._left_out = left_out
         self._changing = changing
         self.twins = twins
         self._pipeline, self._scale = pipeline, scale
@@ -170,6 +174,9 @@ class SerialReplicas:
                 found = stale_step(twin, loss_fn, rows, inner, own, self._pipeline, optimizer, norm_parts(plan))
             else:
                 found = one_device_step(twin, loss_fn, rows, inner, own, norm_parts(plan), self._scale)
+            for name in self._left_out if plan.sync != 1 else ():
+                parameter = self._named[index][name]
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             grads = [p.grad for p in twin.parameters() if p.grad is not None]
             if self._scale > 1 and not all(grad.isfinite().all() for grad in grads):
                 raise OverflowError(f"a gradient is not finite with the loss times {self._scale:g}")
@@ -178,8 +185,13 @@ class SerialReplicas:
             outputs.append(found.outputs or {})
         if plan.sync == 1:
             total = sum(weights)
+            with_gradient = {n for named in self._named for n, p in named.items() if p.grad is not None}
             terms = [
-                {n: p.grad * (w * num / total) for n, p in named.items() if p.grad is not None}
+                {
+                    n: (torch.zeros_like(p) if p.grad is None else p.grad) * (w * num / total)
+                    for n, p in named.items()
+                    if n in with_gradient
+                }
                 for named, w in zip(self._named, weights, strict=True)
             ]
             mean = self._compressor.mean(terms)

@@ -23,6 +23,7 @@ from plait.backends.recorder import TraceRecorder
 from plait.comm.protocol import World
 from plait.compile.capture.capture import Captured, Output
 from plait.compile.capture.loss_values import LossPart, Outputs
+from plait.compile.capture.parts_left_out import COUNTS
 from plait.compile.capture.precision import Precision
 from plait.compile.ir.calls import placeholders
 from plait.compile.ir.node_info import info_of
@@ -139,11 +140,12 @@ class Program:
 
 
 def outputs_of(captured: Captured, values: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Outputs | None:
-    """The outputs of one microbatch beside its loss, by name; None if the loss function returned none."""
-    if captured.aux is None:
+    """The outputs of one microbatch beside its loss, and counts of what it left out, by name; None without any."""
+    kinds = {**(captured.aux or {}), **({COUNTS: "sum"} if COUNTS in values else {})}
+    if captured.aux is None and not kinds:
         return None
     rows = float(captured.rows)
-    return {name: LossPart(kind, values[name], weights.get(name, rows)) for name, kind in captured.aux.items()}
+    return {name: LossPart(kind, values[name], weights.get(name, rows)) for name, kind in kinds.items()}
 
 
 _codegen_lock = threading.Lock()  # torch.fx generates code with the help of globals

@@ -133,12 +133,14 @@ class Part:
         offsets: the offsets of its instructions, and of the caches behind them.
         changed: local variables that it may assign, and that may be read behind it.
         is_local: whether it assigns no other names than local variables.
+        adds_zeros: whether the other side adds zero times parameters, which then have a gradient.
     """
 
     runs: bool
     offsets: frozenset[int]
     changed: frozenset[str]
     is_local: bool
+    adds_zeros: bool
 
 
 def part_left_out(frame: FrameType) -> Part | None:
@@ -194,6 +196,7 @@ def _part(code: CodeType, every: Sequence[dis.Instruction], at: int, idle: Colle
             frozenset(o for i in found for o in range(every[i].offset, flow.end_of(i), 2)),
             frozenset(assigned & flow.live_at(join)),
             not any(every[i].opname in ("STORE_GLOBAL", "STORE_DEREF", "DELETE_FAST") for i in found),
+            any(every[i].opname == "BINARY_OP" for i in flow.walk(outside, {join, at})) and join != outside,
         )
     return None
 

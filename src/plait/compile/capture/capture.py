@@ -40,10 +40,11 @@ from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.late_values import LateValues
 from plait.compile.capture.loss_values import RATIO, Loss, read_loss, sum_alone
 from plait.compile.capture.masked_indexing import Selections
-from plait.compile.capture.module_hooks import BackwardModules, ForwardModules, modules_stay
+from plait.compile.capture.module_hooks import BackwardModules, ForwardModules, modules_stay, plain_kernels
 from plait.compile.capture.other_processes import not_communicating
 from plait.compile.capture.outside_tensors import Outside, check_leaves
 from plait.compile.capture.parameter_precision import changes_copy, place_casts
+from plait.compile.capture.parts_left_out import COUNTS, NOTHING, LeftOut
 from plait.compile.capture.precision import FULL, Precision
 from plait.compile.capture.python_state import MISSING, Holder
 from plait.compile.capture.random_sources import nothing_drawn
@@ -138,6 +139,8 @@ class Captured:
         asked: conditions on the batch's numbers under which the graph is valid.
         fixed: numbers of the batch that are not inputs.
         made: buffers that the step makes, and that the capture has undone.
+        unmerged: the line of a loop over experts whose rounds are not computed together, and the line that is why.
+        left_out: parameters that the step may leave without a gradient; the output COUNTS then says which.
     """
 
     graph: Graph
@@ -162,6 +165,8 @@ class Captured:
     asked: NumberAsked = field(default_factory=NumberAsked)
     fixed: frozenset[str] = frozenset()
     made: tuple[MadeBuffer, ...] = ()
+    unmerged: str = ""
+    left_out: LeftOut = NOTHING
 
 
 def capture(
@@ -223,7 +228,7 @@ def capture(
                 finally:
                     found.put_back()
             try:
-                return with_inputs(numbers, merges=False)
+                return replace(with_inputs(numbers, merges=False), unmerged=first.loop)
             except CaptureError as second:
                 raise (first if first.line else second) from None
 
@@ -282,7 +287,7 @@ def _capture(
                 )
         outside = Outside(reached, model_fakes, recorder, fake_mode, where, move=device is not None)
         recorder.outside = outside
-        stack.enter_context(_plain_kernels())
+        stack.enter_context(plain_kernels())
         stack.enter_context(without_reentrance())
         stack.enter_context(modules_stay())
         stack.enter_context(fake_mode)
@@ -307,7 +312,8 @@ def _capture(
                 found = read_loss(loss_fn(model, fake_batch), rows)
                 selections.finish()
                 found = replace(found, total=late.checked(found.total))
-                results = _results(found)
+                left_out, counts = selections.left_out.finish(model_fakes.parameters if train and differentiate else {})
+                results = [*_results(found), *((Output("aux", COUNTS), each) for each in counts)]
         except (LossError, PlanError):
             raise
         except Exception as error:
@@ -316,6 +322,7 @@ def _capture(
             failed.in_merged_loop = bool(selections.unrolled)
             if selections.has_finished:  # no line of the model was running any more
                 failed.line = 0
+            failed.loop = selections.loop_and_line(failed)
             raise refusal or failed from error
         gradients: dict[str, Tensor] = {}
         if differentiate:
@@ -377,6 +384,7 @@ def _capture(
         asked=numbers.asked,
         fixed=frozenset(given.keys() - {*inputs_of}),
         made=tuple(made),
+        left_out=left_out,
     )
 
 
@@ -484,17 +492,3 @@ def _brief(batch: Any) -> str:
 
 def _identifier(name: str) -> str:
     return "".join(c if c.isalnum() and c.isascii() else "_" for c in name)
-
-
-@contextmanager
-def _plain_kernels() -> Iterator[None]:
-    """Disable kernels that fuse a recurrent or transformer layer or hide batch-norm state, so that plain ops run."""
-    mkldnn, fast = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.backends.cudnn.flags(enabled=False):
-            yield
-    finally:
-        torch._C._set_mkldnn_enabled(mkldnn)
-        torch.backends.mha.set_fastpath_enabled(fast)

@@ -20,8 +20,9 @@ from plait.compile.ir.node_info import info_of
 
 def same_step(one: Captured, other: Captured) -> bool:
     """Whether two captures compute the same from the same inputs."""
-    if (one.inputs, one.outputs, one.tied, one.unused, one.frozen, one.changing, one.row_dims) != (
+    if (one.inputs, one.outputs, one.tied, one.unused, one.frozen, one.changing, one.row_dims, one.left_out) != (
         other.inputs, other.outputs, other.tied, other.unused, other.frozen, other.changing, other.row_dims,
+        other.left_out,
     ):  # fmt: skip
         return False
     if one.outside.keys() != other.outside.keys() or one.rebound != other.rebound:

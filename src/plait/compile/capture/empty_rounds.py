@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from plait.compile.capture.branches import Part
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.loop_state import LoopState, calls_since, is_settled, last_call
 from plait.compile.capture.masked_rows import Addition, dynamic
+from plait.compile.capture.parts_left_out import Condition, ConditionalUses, Truth
 from plait.compile.ir.calls import is_tensor, op_spec_of, tensor_inputs
 from plait.compile.ir.rewriting import same_order
 from plait.compile.ir.samples import bound_of, known_value, sample_ids, signature, whole_numbers
@@ -38,6 +39,13 @@ from plait.compile.ops.draw import draw
 from plait.compile.ops.experts import IDS
 
 _MOST_STEPS = 64  # from a condition, or a mask, to the numbers that it is computed from
+
+
+class RoundAsked(Protocol):
+    """A round of a loop over experts, of which Python asks whether it has rows."""
+
+    @property
+    def has_rows(self) -> Condition | None: ...
 
 
 @dataclass
@@ -49,6 +57,7 @@ class _Running:
     part        where it is
     condition   on which it runs; None if it runs where the rows of `owner` are there
     owner       the round of a loop over experts whose rows are asked for
+    runs        what says whether it runs on one device; None if it always does
     last        the last call before
     nodes       the node of each tensor before
     state       the Python values that the part can reach, as they were before
@@ -66,7 +75,8 @@ class _Running:
     line: int
     part: Part
     condition: Node | None
-    owner: object
+    owner: RoundAsked | None
+    runs: Condition | None
     last: Node
     nodes: dict[int, Node]
     state: LoopState
@@ -95,11 +105,13 @@ class _Running:
 
 
 class EmptyRounds:
-    """The parts of a model that run although there may be no rows for them. `checks` are the conditions of the step."""
+    """The parts of a model that run although there may be no rows for them. `checks` are the conditions of the step,
+    `left_out` is told what decides whether a part runs on one device."""
 
-    def __init__(self, recorder: GraphRecorder, checks: Sequence[object]) -> None:
+    def __init__(self, recorder: GraphRecorder, checks: Sequence[object], left_out: ConditionalUses) -> None:
         self._recorder = recorder
         self._checks = checks
+        self._left_out = left_out
         self._running: list[_Running] = []
         self._implied: dict[Any, bool] = {}
         self._integers: dict[Node, bool] = {}
@@ -121,7 +133,7 @@ class EmptyRounds:
         part: Part,
         error: Exception,
         condition: Tensor | None = None,
-        owner: object = None,
+        owner: RoundAsked | None = None,
     ) -> None:
         """Let a part run until the frame has left it. Its condition is a tensor, or that there are rows of a round.
 
@@ -130,6 +142,9 @@ class EmptyRounds:
         if not part.is_local:
             raise error
         node = None if condition is None else self._recorder.node_of(condition)
+        runs = None if owner is None or part.adds_zeros else owner.has_rows
+        if condition is not None and node is not None and not part.adds_zeros:
+            runs = Condition(Truth(condition, node, part.runs, self._recorder))
         before = {name: frame.f_locals.get(name) for name in part.changed}
         last, nodes = last_call(self._recorder), dict(self._recorder.nodes)
         self._running.append(
@@ -139,6 +154,7 @@ class EmptyRounds:
                 part,
                 node,
                 owner,
+                runs,
                 last,
                 nodes,
                 LoopState(frame),
@@ -147,6 +163,11 @@ class EmptyRounds:
                 error,
             )
         )
+
+    @property
+    def conditions(self) -> list[Condition]:
+        """What decides, on one device, whether what runs now is run."""
+        return [each.runs for each in self._running if each.runs is not None]
 
     def notice(self) -> None:
         """End the parts that Python has left. Raises if one did more than a part may do."""
@@ -185,6 +206,8 @@ class EmptyRounds:
             error: Any = dynamic() if one.totals else one.error
             error.place = one.frame.f_code.co_filename, one.line
             raise error
+        if one.runs is not None:
+            self._left_out.note_part(calls, one.runs)
 
     def _counts(self, node: Node) -> bool:
         """Whether a call computes floats from a number of rows, or from another number that comes from integers.

@@ -31,6 +31,7 @@ from plait.compile.capture.expert_stand_ins import Answer, ExpertRows, LoopIndex
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.loop_state import LoopState, Totals, calls_since, check_loop, is_settled, last_call
 from plait.compile.capture.masked_rows import Addition, Owner, Selected, UnknownCount, dynamic
+from plait.compile.capture.parts_left_out import Condition
 from plait.compile.ir.calls import is_item, is_tensor, op_spec_of, tensor_inputs
 from plait.compile.ir.rewriting import same_order
 from plait.compile.ir.samples import bound_of, computes_same, holds_for_samples, known_value, whole_numbers
@@ -97,6 +98,23 @@ class ExpertLoop:
         """Whether no row has this place: there is none, or rows have the places of a topk among fewer."""
         bound = None if self.root is None else bound_of(self.root)
         return not 0 <= number < min(len(self.places.keep), len(self.places.keep) if bound is None else bound)
+
+    def goes_to(self, number: int) -> list[Condition]:
+        """What says whether one device runs the round of this place."""
+        return [Condition(self, number)]
+
+    def counts(self, by_rows: bool) -> Tensor:
+        """For each place the number of its rows, or else whether the loop goes there."""
+        if not by_rows:
+            return self.places.keep
+        assert self.ids is not None
+        numbers = torch.arange(len(self.places.keep), device=self.ids.device)
+        return (self.ids.unsqueeze(1) == numbers).sum(0)
+
+    def source(self) -> Node:
+        """The value that the places of rows are computed from."""
+        assert self.root is not None
+        return self.root
 
     def find_rows(self, mask: Tensor) -> None:
         """Find the place of each row from a mask of [places, ...], true at the rows of each place."""
@@ -267,6 +285,11 @@ class ExpertRound:
     def node_of(self, tensor: Tensor) -> Node:
         return self.loop.recorder.node_of(tensor)
 
+    @property
+    def has_rows(self) -> Condition | None:
+        """What says whether there are rows of its place; None for a round of several places."""
+        return None if self.number is None else Condition(self.loop, self.number, True)
+
     def is_place(self, number: int) -> bool:
         """Whether the place is the number. The rows for which the answer is the other one get a round of their own."""
         if self.number is not None:
@@ -301,6 +324,7 @@ class ExpertRound:
         key = tuple(map(id, found))
         if key not in self.loop.tables:
             self.loop.tables[key] = torch.stack(found)
+        self.owner.note_table(self.loop.tables[key], self.number, self.loop.goes_to(self.number))
         return OwnRow(self.loop.tables[key], self)
 
     def place_in(self, index: Any, length: int) -> Any:

@@ -9,7 +9,7 @@ is finite and has no gradient. What needs the number of rows as a shape raises t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,23 +17,27 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 import plait.compile.capture.masked_ops  # noqa: F401  (fills the table of what selections do)
 from plait.compile.capture.branches import part_behind_length, part_left_out
-from plait.compile.capture.capture_errors import users_frame
+from plait.compile.capture.capture_errors import source_line, users_frame
 from plait.compile.capture.empty_rounds import EmptyRounds
 from plait.compile.capture.expert_loops import ExpertLoop
 from plait.compile.capture.expert_modules import ExpertModules
 from plait.compile.capture.expert_stand_ins import ExpertRows, LoopIndex
 from plait.compile.capture.graph_recorder import GraphRecorder
-from plait.compile.capture.late_values import LateValues
+from plait.compile.capture.late_values import LateCheck, LateValues
 from plait.compile.capture.loop_state import calls_since, last_call
 from plait.compile.capture.masked_rows import FILL, Addition, InOne, Selected, dynamic, rows_of
+from plait.compile.capture.parts_left_out import ConditionalUses
 from plait.compile.capture.unrolled_loops import UnrolledLoop
 from plait.compile.ir.rewriting import root_of
 from plait.compile.ir.samples import bound_of, computes_same
+from plait.errors import CaptureError
 
 _MOST_STEPS = 64  # from what rows are combined with to numbers that are computed from several rows
+_MOST_KNOWN = 1 << 16  # elements of a mask whose places become a constant
 
 
 class Selections(TorchFunctionMode):
@@ -48,6 +52,7 @@ class Selections(TorchFunctionMode):
         super().__init__()
         self.merges = merges
         self.unrolled: list[UnrolledLoop] = []
+        self._loop_now: UnrolledLoop | None = None  # which is finished
         self.has_finished = False
         self.late = late
         self._recorder = recorder
@@ -55,7 +60,8 @@ class Selections(TorchFunctionMode):
         self._loop: ExpertLoop | None = None  # the last loop over places
         self._left: list[ExpertLoop] = []  # loops that ended before their last place
         self._masks: list[tuple[Node, Tensor]] = []
-        late.parts = self.empty = EmptyRounds(recorder, late.checks)
+        self.left_out = ConditionalUses(recorder)
+        late.parts = self.empty = EmptyRounds(recorder, late.checks, self.left_out)
         self._reduced: set[Node] = set()  # values that are computed from several rows
 
     def mask(self, keep: Tensor) -> Tensor:
@@ -103,7 +109,11 @@ class Selections(TorchFunctionMode):
             return x
         return torch.where(rows.count > 0, x, torch.full((), FILL, dtype=x.dtype, device=x.device))
 
-    def has_rows(self, asks: object, expected: bool) -> bool:
+    def note_table(self, table: Tensor, number: int, conditions: Sequence[Any]) -> None:
+        """Note that the parameter of one expert was used, on conditions, for which a stack of those of all is taken."""
+        self.left_out.note_table(table, number, [*conditions, *self.empty.conditions])
+
+    def has_rows(self, asks: Any, expected: bool) -> bool:
         """The answer for Python to whether a round has rows: `expected`, the answer if it has some."""
         frame = users_frame(sys._getframe(1))
         part = None if frame is None else part_left_out(frame)
@@ -112,7 +122,7 @@ class Selections(TorchFunctionMode):
         self.empty.begin(frame, part, dynamic(), owner=asks)
         return expected
 
-    def has_length(self, asks: object) -> int:
+    def has_length(self, asks: Any) -> int:
         """The answer for Python to how many rows a round has, where only 0 or more matters."""
         frame = users_frame(sys._getframe(1))
         part = None if frame is None else part_behind_length(frame)
@@ -126,7 +136,11 @@ class Selections(TorchFunctionMode):
         self.empty.notice()
         if self._left and sys.exc_info()[1] is None:
             raise dynamic()
-        if func is Tensor.__getitem__:
+        if func in _BY_INDEX and (places := self._with_known_masks(*args[1:])) is not args[1]:
+            found = func(args[0], places, *args[2:])
+        elif func in _SCATTERED and not kwargs:
+            found = self._scattered(func is Tensor.masked_scatter_, *args)
+        elif func is Tensor.__getitem__:
             found = self._item(*args)
         elif func is Tensor.__setitem__:
             found = self._set_item(*args)
@@ -141,6 +155,49 @@ class Selections(TorchFunctionMode):
         else:
             return func(*args, **kwargs)
         return func(*args, **kwargs) if found is NotImplemented else found
+
+    def _scattered(self, in_place: bool, x: Any, mask: Any, source: Any) -> Any:
+        """x.masked_scatter(mask, source), where the values of the mask are known now."""
+        alike = isinstance(source, Tensor) and tuple(mask.shape) == tuple(x.shape)
+        known = self._known_places(mask, of_buffers=False) if alike else None
+        if known is None:
+            return NotImplemented
+        found = x if in_place else x.clone()
+        found[known] = source.reshape(-1)[: len(known[0])]
+        return found
+
+    def _with_known_masks(self, index: Any, value: Any = None) -> Any:
+        """An index with the places that masks select in place of masks whose values are known now. The index itself if
+        there are none, or if the rows that the first one selects are no tensor of another shape."""
+        each = index if isinstance(index, tuple) else (index,)
+        whole = isinstance(value, Tensor) and value.ndim > 0
+        places = [self._known_places(one) if at or whole else None for at, one in enumerate(each)]
+        if all(one is None for one in places):
+            return index
+        pairs = zip(each, places, strict=True)
+        return tuple(value for one, known in pairs for value in ((one,) if known is None else known))
+
+    def _known_places(self, mask: Any, of_buffers: bool = True) -> tuple[Tensor, ...] | None:
+        """The places that a mask selects, a tensor for each dim, if it is computed from constants, buffers and tensors
+        that are neither parameters nor the batch's. With others of the last a later step is captured anew, and that
+        buffers have these values is checked when the step runs."""
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not mask.ndim:
+            return None
+        fake = mask if _is_fake(mask) else self._recorder.outside.fake_of(mask)  # type: ignore[union-attr]
+        if mask.numel() > _MOST_KNOWN:
+            return None
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            constant = self._recorder.known_value(fake)
+            known = self._recorder.known_value(fake, True) if constant is None and of_buffers else constant
+            if known is None:
+                return None
+            places, values = [each.tolist() for each in known.nonzero(as_tuple=True)], known.tolist()
+        if constant is None:
+            frame = users_frame(sys._getframe(1))
+            place = "" if frame is None else source_line(frame)
+            same = fake == torch.tensor(values, device=fake.device)
+            self.late.checks.append(LateCheck(same.all(), True, place))
+        return tuple(torch.tensor(each, dtype=torch.int64, device=fake.device) for each in places)
 
     def _item(self, x: Any, index: Any) -> Any:
         if isinstance(x, Selected):
@@ -213,6 +270,8 @@ class Selections(TorchFunctionMode):
         made = UnrolledLoop.of(mask, self, self._recorder, self._modules)
         if made is None:
             return None
+        frame = users_frame(sys._getframe(1))
+        made.line = "" if frame is None else source_line(frame)
         self.unrolled.append(made)
         return made.rows_of(mask)
 
@@ -227,7 +286,16 @@ class Selections(TorchFunctionMode):
         self.empty.notice()
         self.has_finished = True
         for loop in self.unrolled:
+            self._loop_now = loop
             loop.finish()
+
+    def loop_and_line(self, error: CaptureError) -> str:
+        """The line with which the loop began that stopped a capture, and the line of it that did; empty if none did."""
+        if not self.unrolled:
+            return ""
+        loop = self._loop_now or self.unrolled[-1]
+        at = f", at {error.file}:{error.line}" if error.line else ""
+        return f"{loop.line}{at}"
 
     def _nonzero(self, x: Tensor, as_tuple: bool) -> Any:
         if x.ndim == 0:
@@ -263,5 +331,7 @@ def _is_mask(value: Any) -> bool:
     return _is_fake(value) and value.dtype == torch.bool
 
 
+_BY_INDEX = frozenset({Tensor.__getitem__, Tensor.__setitem__})
+_SCATTERED = frozenset({torch.masked_scatter, Tensor.masked_scatter, Tensor.masked_scatter_})
 _BINCOUNT = frozenset({torch.bincount, Tensor.bincount})
 _NONZERO = frozenset({torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere})

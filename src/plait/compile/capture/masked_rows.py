@@ -63,10 +63,13 @@ class Owner(Protocol):
     def beside(self, x: Tensor, rows: Selected) -> Tensor:
         """The tensor `x`, with which rows are combined, without NaN if none of the rows counts."""
 
-    def has_rows(self, asks: object, expected: bool) -> bool:
+    def note_table(self, table: Tensor, number: int, conditions: Sequence[Any]) -> None:
+        """Note that the parameter of one expert was used, on conditions, for which a stack of those of all is taken."""
+
+    def has_rows(self, asks: Any, expected: bool) -> bool:
         """The answer for Python to whether a round has rows: `expected`, the answer if it has some."""
 
-    def has_length(self, asks: object) -> int:
+    def has_length(self, asks: Any) -> int:
         """The answer for Python to how many rows a round has, where only 0 or more matters."""
 
 

@@ -1,4 +1,5 @@
-"""Hooks that tell the recorder in which module's forward or backward the current op runs."""
+"""Hooks that tell the recorder in which module's forward or backward the current op runs, and contexts in which modules
+run as they can be recorded."""
 
 from __future__ import annotations
 
@@ -42,6 +43,20 @@ def modules_stay() -> Iterator[None]:
         yield
     finally:
         nn.Module._apply = _APPLY  # type: ignore[method-assign]
+
+
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Disable kernels that fuse a recurrent or transformer layer or hide batch-norm state, so that plain ops run."""
+    mkldnn, fast = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.backends.cudnn.flags(enabled=False):
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(mkldnn)
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def autograd_nodes(result: Tensor) -> Iterator[Any]:

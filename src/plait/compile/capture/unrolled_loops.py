@@ -21,6 +21,7 @@ from plait.compile.capture.expert_stand_ins import ExpertRows
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.loop_state import calls_since
 from plait.compile.capture.masked_rows import Owner, Selected, dynamic
+from plait.compile.capture.parts_left_out import Condition
 from plait.compile.ir.rewriting import root_of
 from plait.compile.ir.samples import bound_of, computes_same
 from plait.compile.ir.views import writes_in_place
@@ -33,6 +34,7 @@ class UnrolledLoop(ExpertLoop):
         every = torch.ones(num, dtype=torch.bool)
         super().__init__(Selected(torch.arange(num), every, owner, True), recorder, modules)
         self.num = num
+        self.line = ""  # of the first mask
         self._rounds_so_far: list[ExpertRound] = []
         self._mask: Node | None = None  # with which the last round began
         self._began: tuple[int, ...] = ()  # the order of the rows that it gave
@@ -78,6 +80,10 @@ class UnrolledLoop(ExpertLoop):
                 in_order = all(list(order) == sorted(order) for order in (self._began, self.order))
                 return self._rounds_so_far[-1].all_rows() if in_order else None
         return None
+
+    def goes_to(self, number: int) -> list[Condition]:
+        """Nothing: one device runs every round."""
+        return []
 
     @property
     def is_complete(self) -> bool:

@@ -159,15 +159,24 @@ def _optimizer_state(run: TrainState) -> dict[str, dict[str, Any]]:
         found[name] = {}
         for key, value in sorted(mine.items()):
             form = expected.get(name, {}).get(key, layout)
-            if not torch.is_tensor(value) or not value.ndim or form is None:
+            if torch.is_tensor(value) and not value.ndim and _is_of_one_rank(layout):
+                # A count of steps, which an expert without rows does not take part in.
+                only = tuple((axis, p) for axis, p in layout.placements if isinstance(p, Only))
+                mine_now = value.to(world.device) if parameter is not None else None
+                value = gather_whole(mine_now, Layout(layout.dtype, (), only), world, value.dtype).to(value.device)
+            elif not torch.is_tensor(value) or not value.ndim or form is None:
                 pass
             elif form == layout:
                 if parameter is None or value.shape == parameter.shape:
                     value = to_boundary(value if parameter is not None else None, layout, world, value.dtype)
-            elif any(isinstance(p, Only) for _, p in form.placements):
+            elif _is_of_one_rank(form):
                 value = gather_whole(value if parameter is not None else None, form, world, value.dtype)
             found[name][key] = value
     return found
+
+
+def _is_of_one_rank(layout: Layout) -> bool:
+    return any(isinstance(p, Only) for _, p in layout.placements)
 
 
 def _with_state(run: TrainState) -> set[str]:
@@ -175,7 +184,7 @@ def _with_state(run: TrainState) -> set[str]:
     held, optimizer = run.held, run.optimizer
     assert optimizer is not None
     kept = [name in held.parameters and bool(optimizer.state.get(held.parameters[name])) for name in held.layouts]
-    if any(isinstance(p, Only) for layout in held.layouts.values() for _, p in layout.placements):
+    if any(map(_is_of_one_rank, held.layouts.values())):
         flags = torch.tensor([float(each) for each in kept], device=run.world.device)
         kept = [bool(each) for each in run.world.everyone().all_reduce(flags, "max").wait()]
     return {name for name, each in zip(held.layouts, kept, strict=True) if each}
