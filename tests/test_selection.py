@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plait
+from plait.errors import LossError
 
 PLANS = ("data=2", "tensor=2", "data=2 zero=3", "pipeline=2 micro=2")
 WEIGHT = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
@@ -123,3 +124,63 @@ def test_what_needs_the_number_of_rows_is_refused_by_its_line(use: Use) -> None:
     with pytest.raises(plait.CaptureError, match=r"test_selection.py:\d+.*depends on the numbers") as caught:
         plait.verify(net(), lambda m, b: use(m(b["x"]), b), batch(), "data=2")
     assert caught.value.data_dependent
+
+
+class Merged(nn.Linear):
+    """LoRA of some columns of a fused projection, padded by a mask that the module keeps (loralib's MergedLinear)."""
+
+    def __init__(self, how: str, in_buffer: bool) -> None:
+        super().__init__(16, 12)
+        self.how = how
+        self.one, self.two = nn.Parameter(torch.randn(2, 16)), nn.Parameter(torch.randn(8, 2))
+        mask = torch.tensor([True, False, True])[:, None].expand(3, 4).reshape(-1)
+        if in_buffer:
+            self.register_buffer("mask", mask)
+        else:
+            self.mask = mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        change = self.two @ self.one
+        if self.how == "rows":
+            whole = change.new_zeros((len(self.mask), change.shape[1]))
+            whole[self.mask] = change
+            return F.linear(x, self.weight + whole, self.bias)
+        if self.how == "scatter":
+            whole = torch.zeros_like(self.weight).masked_scatter(self.mask[:, None].expand(12, 16), change)
+            return F.linear(x, self.weight + whole, self.bias)
+        added = x.new_zeros((len(x), len(self.mask)))
+        added[:, self.mask] = F.linear(x, change)
+        return super().forward(x) + added + added[:, self.mask].sum(1, keepdim=True)
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:plait has no rule")
+@pytest.mark.parametrize("in_buffer", [True, False])
+@pytest.mark.parametrize("how", ["rows", "columns", "scatter"])
+def test_masks_that_the_model_keeps(how: str, in_buffer: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Merged(how, in_buffer), nn.Linear(12, 4)).double()
+    report = plait.verify(model, squares, batch()["x"], "data=2 zero=3")
+    assert report.ok, report
+
+
+def test_a_mask_that_the_user_changes() -> None:
+    """An attribute's is another step; a buffer's is told of."""
+    torch.manual_seed(0)
+    x, other = batch()["x"], torch.tensor([False, True, True])[:, None].expand(3, 4).reshape(-1)
+    for in_buffer in (False, True):
+        model, same = (nn.Sequential(Merged("rows", in_buffer), nn.Linear(12, 4)).double() for _ in range(2))
+        same.load_state_dict(model.state_dict())
+        trainer = plait.Trainer(model, squares, lambda p: torch.optim.SGD(p, lr=0.0), "")
+        trainer.step(x)
+        for each in (model, same):
+            each[0].mask = other.clone()
+        if in_buffer:
+            with pytest.raises(LossError, match=r"whole\[self.mask\] = change"):
+                trainer.step(x)
+        else:
+            assert float(trainer.step(x)) == pytest.approx(squares(same, x).item())
+        trainer.close()

@@ -116,3 +116,55 @@ class Conv1d(nn.Module):
         y = self.conv(F.pad(x.transpose(1, 2), self.pad, mode=self.mode))
         y = F.glu(y, 1) if self.gated else F.relu(y)
         return self.norm(y).transpose(1, 2)
+
+
+class ListedExperts(nn.Module):
+    """A mixture of experts that are modules of their own, in a loop that somebody has written by hand."""
+
+    def __init__(self, shape: Shape, experts: int, chosen: int, loop: str, norm: bool, asks: bool) -> None:
+        super().__init__()
+        self.chosen, self.loop, self.asks, width = chosen, loop, asks, shape.width
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, 2 * width), nn.LayerNorm(2 * width) if norm else nn.Identity(), nn.GELU(),
+                nn.Linear(2 * width, width),
+            )
+            for _ in range(experts)
+        )  # fmt: skip
+        self.out_shape = shape
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        flat = x.flatten(0, -2)
+        scores, ids = self.gate(flat).softmax(-1).topk(self.chosen, -1)
+        out = torch.zeros_like(flat)
+        if self.loop == "places":  # DeepSeek
+            return self.in_places(flat, scores, ids).view(x.shape)
+        if self.loop == "hit":  # transformers
+            mask = F.one_hot(ids, len(self.experts)).permute(2, 1, 0)
+            for number in (mask.sum((-1, -2)) > 0).nonzero():
+                place, token = torch.where(mask[number].squeeze(0))
+                out.index_add_(0, token, self.experts[number](flat[token]) * scores[token, place, None])
+            return out.view(x.shape)
+        for number, expert in enumerate(self.experts):
+            if self.loop == "tokens":  # MiniMind and others
+                mask = (ids == number).any(-1)
+                if self.asks and not mask.any():
+                    continue
+                out[mask] += expert(flat[mask]) * scores[ids == number][:, None]
+                continue
+            token, place = torch.where(ids == number)  # Mistral
+            if self.asks and token.numel() == 0:
+                continue
+            if self.loop == "add":
+                out[token] += scores[token, place, None] * expert(flat[token])
+            else:
+                out = out.index_add(0, token, expert(flat[token]) * scores[token, place, None])
+        return out.view(x.shape)
+
+    def in_places(self, flat: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
+        chosen, rows = ids.flatten(), flat.repeat_interleave(self.chosen, 0)
+        found = torch.empty_like(rows)
+        for number, expert in enumerate(self.experts):
+            found[chosen == number] = expert(rows[chosen == number])
+        return (found.view(*scores.shape, -1) * scores.unsqueeze(-1)).sum(1)

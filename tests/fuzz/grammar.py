@@ -314,6 +314,9 @@ SEQUENCE: list[Row] = [
         "balance": rng.random() < 0.4}),
     (0.7, "GroupedExperts", _choices(
         experts=[2, 3, 4], chosen=[1, 2], half=[True, False], sigmoid=[True, False])),
+    (0.7, "ListedExperts", _choices(
+        experts=[2, 3, 4], chosen=[1, 2], loop=["hit", "add", "index_add", "tokens", "places"],
+        norm=[True, False, False], asks=[True, False])),
     (1, "Conv1d", lambda rng, shape: {
         "kernel": rng.choice([1, 2, 3]), "dilation": rng.choice([1, 1, 2]),
         "groups": rng.choice([1, 1, 2, shape.width]), "mode": rng.choice(["constant", "constant", "replicate"]),
