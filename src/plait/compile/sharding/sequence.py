@@ -25,9 +25,10 @@ from plait.compile.ir.calls import (
     tensor_inputs,
 )
 from plait.compile.ir.node_info import describe, info_of, is_forward
+from plait.compile.ir.views import is_view
 from plait.compile.ops import Call, comm_ops
 from plait.compile.ops.context_attention import attends_causally, attention_kind
-from plait.compile.sharding.propagate import Propagation, propagate
+from plait.compile.sharding.propagate import Propagation, only_leaves, propagate
 from plait.spec.layout import REPLICATE, Partial, Placement, Shard, divides
 
 
@@ -88,6 +89,7 @@ def constrain_sums(
     Returns:
         The placement of each call that constrains a value, by its name, for `propagate`.
     """
+    _inputs_before_weights(graph)
     whole, cut = copy_graph(graph), copy_graph(graph)
     results = (REPLICATE,) * len(output_node(graph).args[0])  # type: ignore[arg-type]
     summed = propagate(whole, size, fixed, results, axis=axis)
@@ -101,6 +103,26 @@ def constrain_sums(
         for name in names
         if name in nodes and isinstance(home := homes.get(name, REPLICATE), Shard)
     }
+
+
+def _inputs_before_weights(graph: Graph) -> None:
+    """Move each product that gives the gradient of an input before that of the weight, which reads the same gradient.
+
+    The first of the two decides how it is read, and that of the weight could do with a part of the positions. Changes
+    the graph."""
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if is_forward(node) or not _multiplies(node) or not only_leaves(node):
+            continue
+        for gradient in (tensor_inputs(i)[0] if is_view(i) else i for i in tensor_inputs(node)):
+            for other in list(gradient.users):
+                later = _multiplies(other) and place[other] > place[node] and not only_leaves(other)
+                if later and all(place[source] < place[node] for source in other.all_input_nodes):
+                    node.prepend(other)
+
+
+def _multiplies(node: Node) -> bool:
+    return node.op == "call_function" and bool(op_spec_of(node).weighted) and _is_tensor(node)
 
 
 def whole_attention(found: Propagation) -> list[str]:
@@ -142,7 +164,7 @@ def _is_summed(node: Node, found: Propagation) -> bool:
         return False
     readers = [user for user in node.users if user in found.strategies]
     wanted = [found.strategies[user].inputs[tensor_inputs(user).index(node)] for user in readers]
-    return Partial() not in wanted and REPLICATE in wanted and _is_product(node, found)
+    return REPLICATE in wanted and _is_product(node, found)
 
 
 def _first_sum(node: Node, found: Propagation) -> Node:
