@@ -389,6 +389,32 @@ class Sink(Model):
         return self.head(self.norm(found))  # type: ignore[no-any-return]
 
 
+def shifted_labels(model: nn.Module, labels: Tensor) -> Tensor:
+    """The loss of a decoder that gets its labels one position later, as those of transformers."""
+    given = torch.zeros(labels.shape, dtype=labels.dtype)
+    given[:, 1:] = labels[:, :-1].clone()
+    given[:, 0] = 1
+    found = model(given.masked_fill(given == 2, 3))
+    return F.cross_entropy(found.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(
+    ("plan", "kinds"),
+    [
+        ("context=2 context.kind=ring", {"ring"}), ("context=4", {"all_to_all"}),
+        ("tensor=2 sequence=yes", {"all_gather", "reduce_scatter"}),
+    ],
+)  # fmt: skip
+def test_labels_that_are_the_inputs_too_are_cut_behind_their_shift(plan: str, kinds: set[str]) -> None:
+    batch = tokens(LENGTH)
+    verifier = plait.Verifier(model(), shifted_labels, batch)
+    report = verifier.verify(plan, tolerance=1e-9)
+    assert report.ok, report
+    found = explained(plan, verifier.captures, batch).collectives
+    sent = {item.kind for item in found if not item.value[0].isdigit() and item.tensor_bytes >= LENGTH * 16 * 4}
+    assert sent == kinds, sent
+
+
 def test_a_kind_that_no_attention_can_have_is_refused() -> None:
     torch.manual_seed(0)
     made = Sink().double()

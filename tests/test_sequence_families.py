@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,6 +13,9 @@ import transformers as hf
 from torch import Tensor, nn
 
 import plait
+from plait.engine.compiler import Compiler
+from plait.plan.plan import Plan
+from plait.report.explanation import explanation
 
 VOCABULARY, LENGTH = 64, 16
 TINY: dict[str, Any] = {
@@ -36,6 +42,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 # Each family has both kinds of context and sequence=yes, some of them in one plan.
+# More is gathered for two norms (GPT-NeoX), and summed for norms of all heads and for residuals behind norms.
+MORE = ("gpt_neox", "olmo2", "bert", "bart")
 PLANS = ("context=2 context.kind=ring", "context=2 context.kind=ulysses", "tensor=2 sequence=yes")
 
 
@@ -61,3 +69,17 @@ def test_family(family: str) -> None:
     for plan in PLANS:
         report = verifier.verify(plan)
         assert report.ok, f"{family}\n{report}"
+    sent = of_the_layer(verifier, PLANS[-1])
+    assert "all_reduce" not in {kind for _, kind in sent}, sent
+    if family not in MORE:
+        num = 1 if family == "phi" else 2  # its attention and its MLP read one norm, and are summed at once
+        ways = itertools.product(("forward", "backward"), ("all_gather", "reduce_scatter"))
+        assert sent == dict.fromkeys(ways, num), sent
+
+
+def of_the_layer(verifier: plait.Verifier, plan: str) -> Counter[tuple[str, str]]:
+    """The collectives of activations of the one layer of a decoder, or of those of encoder and decoder."""
+    found = explanation(Compiler(verifier.captures, Plan.parse(plan)).compiled(verifier.batch)).collectives
+    least = 3 * LENGTH * TINY["hidden_size"] * 4 // 2
+    layers = (item for item in found if re.search(r"\b(layers?|h)\.0\b", item.module) and item.tensor_bytes >= least)
+    return Counter((item.phase, item.kind) for item in layers if not item.value[0].isdigit())

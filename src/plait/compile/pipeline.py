@@ -71,9 +71,9 @@ def _find_experts(draft: Draft) -> None:
 
 
 def _cuts_rows(draft: Draft) -> bool:
-    """Whether ranks have rows of their own, and do not only split weights or stages."""
+    """Whether ranks have rows or positions of their own, and do not only split weights or stages."""
     kinds = [axis_kind(axis) for axis, size in draft.plan.mesh.axes if size > 1]
-    return any(not kind.has_stages and not kind.cuts_weights for kind in kinds)
+    return draft.plan.sequence == "yes" or any(not kind.has_stages and not kind.cuts_weights for kind in kinds)
 
 
 def _sum_last(draft: Draft) -> None:

@@ -50,6 +50,12 @@ def constrain_sequence(
         if leaf.name in dims:
             for value, part in _divisible(leaf, dims[leaf.name], size, blocks):
                 fixed[_constrain(graph, value)] = part
+    for leaf in placeholders(graph):
+        if leaf.name in dims and divides(
+            tuple(leaf.meta["val"].shape), _part(leaf, dims[leaf.name], size, blocks), size
+        ):
+            for value in _looked_up(leaf):
+                fixed[_constrain(graph, value)] = _part(leaf, dims[leaf.name], size, blocks)
     return fixed
 
 
@@ -59,9 +65,10 @@ def what_is_cut(graph: Graph, cuts: Mapping[str, Placement]) -> dict[str, str]:
     for node in graph.nodes:
         if isinstance(part := cuts.get(node.name), Shard):
             leaf, num = node, node.meta["val"].shape[part.dim]
-            while leaf.op != "placeholder":
-                leaf = tensor_inputs(leaf)[0]
-            found[leaf.name] = f"{num} positions"
+            while inputs := tensor_inputs(leaf):
+                leaf = inputs[0]
+            if leaf.op == "placeholder":
+                found.setdefault(leaf.name, f"{num} positions")
     return found
 
 
@@ -155,7 +162,7 @@ def _constrain(graph: Graph, value: Node) -> str:
 
 
 def _is_tensor(node: Node) -> bool:
-    return isinstance(node.meta["val"], torch.Tensor)
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _is_summed(node: Node, found: Propagation) -> bool:
@@ -187,13 +194,33 @@ def _is_product(node: Node, found: Propagation) -> bool:
 def _divisible(leaf: Node, dim: int, size: int, blocks: int | None) -> Iterator[tuple[Node, Shard]]:
     """The leaf if its sequence can be cut, or else the slices of it that can, each with its part."""
     shape = tuple(leaf.meta["val"].shape)
-    part = Shard(dim, max(shape[dim] // size, 1) if blocks is None else blocks)
+    part = _part(leaf, dim, size, blocks)
     if divides(shape, part, size):
         yield leaf, part
         return
     for user in list(leaf.users):
         if op_spec_of(user).view is not None and not is_item(user) and (after := _dim_after(user, dim)) is not None:
             yield from _divisible(user, after, size, blocks)
+
+
+def _part(leaf: Node, dim: int, size: int, blocks: int | None) -> Shard:
+    return Shard(dim, max(leaf.meta["val"].shape[dim] // size, 1) if blocks is None else blocks)
+
+
+def _looked_up(leaf: Node) -> list[Node]:
+    """Integers of the shape of a tensor of the batch that are computed from it, and by which rows of a table are looked
+    up: the inputs of a decoder, which are the labels one position later. Their shift mixes positions."""
+    found: dict[Node, None] = {}
+    seen, queue = {leaf}, [leaf]
+    for node in queue:
+        for user in node.users:
+            if op_spec_of(user).role == "lookup" and node.meta["val"].shape == leaf.meta["val"].shape:
+                if node is not leaf and node.target is not comm_ops.constrain:
+                    found[node] = None
+            elif user not in seen and _is_tensor(user) and not user.meta["val"].dtype.is_floating_point:
+                seen.add(user)
+                queue.append(user)
+    return list(found)
 
 
 def _dim_after(view: Node, dim: int) -> int | None:
