@@ -42,8 +42,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 # Each family has both kinds of context and sequence=yes, some of them in one plan.
-# More is gathered for two norms (GPT-NeoX), and summed for norms of all heads and for residuals behind norms.
-MORE = ("gpt_neox", "olmo2", "bert", "bart")
+# Attentions and MLPs: those of Phi read one norm, and are summed at once.
+NUM_BLOCKS = {"phi": 1}
 PLANS = ("context=2 context.kind=ring", "context=2 context.kind=ulysses", "tensor=2 sequence=yes")
 
 
@@ -71,10 +71,9 @@ def test_family(family: str) -> None:
         assert report.ok, f"{family}\n{report}"
     sent = of_the_layer(verifier, PLANS[-1])
     assert "all_reduce" not in {kind for _, kind in sent}, sent
-    if family not in MORE:
-        num = 1 if family == "phi" else 2  # its attention and its MLP read one norm, and are summed at once
+    if family not in ("gpt_neox", "bart"):  # of which more is gathered: for two norms, and for the cross-attention
         ways = itertools.product(("forward", "backward"), ("all_gather", "reduce_scatter"))
-        assert sent == dict.fromkeys(ways, num), sent
+        assert sent == dict.fromkeys(ways, NUM_BLOCKS.get(family, 2)), sent
 
 
 def of_the_layer(verifier: plait.Verifier, plan: str) -> Counter[tuple[str, str]]:

@@ -10,8 +10,10 @@ from torch.fx import Graph, Node
 
 from plait.compile.capture.capture import Captured, Output
 from plait.compile.compiled import Draft
-from plait.compile.ir.calls import output_node, placeholders, tensor_inputs
+from plait.compile.ir.calls import op_spec_of, output_node, placeholders, tensor_inputs
 from plait.compile.ir.dtypes import dtype_name
+from plait.compile.ir.node_info import is_backward
+from plait.compile.ir.views import is_view
 from plait.compile.ops import Call
 from plait.compile.ops.context_attention import divides_heads
 from plait.compile.ops.expert_parameters import expert_of, owner_of, stack_experts
@@ -106,6 +108,8 @@ def shard(draft: Draft) -> None:
         if kind.cuts_rows:
             fixed |= {nodes[name]: placement for name, placement in split.items()}
             origin |= {nodes[name]: f"batch: {name}" for name in split}
+        if kind.cuts_weights:
+            _products_first(graph)
         before = step_flops(graph) if kind.cuts_weights or kind.cuts_sequence else 0
         cuts = _constrain(draft, graph, kind, fixed)
         wanted = tuple(
@@ -230,6 +234,44 @@ def _summed(laid_out: Propagation, outputs: Sequence[Output]) -> list[str]:
         for output, result in zip(outputs, results, strict=True)  # type: ignore[arg-type]
         if output.kind == "gradient" and isinstance(result, Node) and isinstance(laid_out.placement(result), Partial)
     ]
+
+
+def _products_first(graph: Graph) -> None:
+    """Let sums of gradients add products with weights first, so that these terms are summed over ranks at once, as of
+    what queries, keys, values and a residual stream read. Changes the graph."""
+    for node in reversed(list(graph.nodes)):
+        if not _is_sum(node) or any(_is_sum(user) and len(node.users) == 1 for user in node.users):
+            continue
+        sums, terms = [node], list[Node]()
+        for each in sums:
+            for term in reversed(tensor_inputs(each)):
+                (sums if _is_sum(term) and len(term.users) == 1 else terms).append(term)
+        if len(sums) < 2 or len(terms) != len(sums) + 1:
+            continue
+        products = [term for term in reversed(terms) if op_spec_of(_without_views(term)).weighted]
+        rest = [term for term in reversed(terms) if term not in products]
+        if len(products) < 2 or not rest:
+            continue
+        total, *others = *products, *rest
+        for each, term in zip(reversed(sums), others, strict=True):
+            each.args = (total, term)
+            if each is not node:
+                node.prepend(each)
+            total = each
+
+
+def _is_sum(node: Node) -> bool:
+    """Whether the node adds two gradients of one shape and dtype."""
+    if node.target is not aten.add.Tensor or node.kwargs or not is_backward(node) or len(tensor_inputs(node)) != 2:
+        return False
+    forms = {(each.meta["val"].shape, each.meta["val"].dtype) for each in (node, *tensor_inputs(node))}
+    return len(forms) == 1 and node.args[0] is not node.args[1]
+
+
+def _without_views(node: Node) -> Node:
+    while node.op == "call_function" and is_view(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _constrain(draft: Draft, graph: Graph, kind: AxisKind, parameters: Mapping[str, Placement]) -> dict[str, Placement]:
