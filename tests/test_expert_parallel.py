@@ -469,6 +469,10 @@ def test_experts_that_the_axis_does_not_divide() -> None:
     model = Net(3).double()
     with pytest.raises(PlanError, match=re.escape("expert=2 does not divide the 3 experts of layers.0.experts.up")):
         verify(model, loss_fn, batch(), "expert=2")
+    of_six = Net(6, ListOfExperts).double()
+    with pytest.raises(PlanError, match=r"expert=4 does not divide the 6 experts of layers.0.experts.*; use expert=2$"):
+        verify(of_six, loss_fn, batch(), "data=4 expert=4")  # 3 would divide them, and not the ranks of data
+    assert verify(of_six, loss_fn, batch(), "data=4 expert=2").ok
 
 
 def test_a_model_without_experts() -> None:
