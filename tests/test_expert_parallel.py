@@ -233,7 +233,7 @@ def test_rows_travel_in_equal_parts_where_their_number_must_be_known(plan: str) 
         assert all(tuple(node.meta["val"].shape) == (2 * rows, WIDTH) for node in sent)
 
 
-@pytest.mark.parametrize("plan", ["expert=2", "expert=4", "data=4 expert=2"])
+@pytest.mark.parametrize("plan", ["expert=2", "expert=4", "data=4 expert=2", "expert=2 tensor=2"])
 def test_all_to_alls_send_the_rows_that_routers_send_elsewhere(plan: str) -> None:
     """Four times each row whose expert is on another rank, and the numbers of rows, as links between ranks count."""
     chosen = Plan.parse(plan)
@@ -260,12 +260,12 @@ def test_all_to_alls_send_the_rows_that_routers_send_elsewhere(plan: str) -> Non
         return sent
 
     size, mesh = chosen.mesh.axis_size("expert"), chosen.mesh
-    groups = mesh.axis_size("data")
+    groups, tensor = mesh.axis_size("data"), mesh.axis_size("tensor")
     expected = 0
     for ids in choices():
         for part, rows in enumerate(ids.chunk(groups * size)):
             away = int((rows // (EXPERTS // size) != part % size).sum())
-            expected += 4 * away * WIDTH * 8 + EXPERTS * 8 * (size - 1) // size
+            expected += tensor * (4 * away * WIDTH * 8 + EXPERTS * 8 * (size - 1) // size)
     assert sum(run_ranks(mesh, rank)) == expected
 
 

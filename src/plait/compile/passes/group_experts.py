@@ -119,7 +119,8 @@ class _Grouper:
                 wanted |= {each for each in node.all_input_nodes if each in routes}
         found = {node: route for node, route in routes.items() if node in wanted or node.target in _GIVES_ROWS}
         for node, route in routes.items():
-            if node not in found and _sends_less(node, found):
+            of_ranks = node.target is comm_ops.all_reduce and node.args[0] in found  # sent behind the sum instead
+            if node not in found and (of_ranks or _sends_less(node, found)):
                 found[node] = route
         return found
 
@@ -199,6 +200,9 @@ class _Grouper:
         if is_item(node):
             maker, index = args
             self.grouped[node] = self.b.node(operator.getitem, (maker, index), {}, maker.meta["val"][index])
+            return
+        if op_spec_of(node).communicates is not None:
+            self.grouped[node] = self.b.collective(node.target, args[0], self.b.shape(args[0]), *args[2:], axis=args[1])
             return
         position = op_spec_of(node).sizes
         if position is not None:
@@ -288,6 +292,8 @@ def _follows(node: Node, routes: dict[Node, ExpertRoute]) -> ExpertRoute | None:
     if is_item(node):
         return next(iter(found))
     row = op_spec_of(node)
+    if node.target is comm_ops.all_reduce and node.args[1] != next(iter(found)).axis:
+        return next(iter(found))  # of ranks with the same rows, which split the columns of experts
     if not row.known or row.emit is not None or row.communicates or row.random is not None:
         return None
     call = call_of(node)
