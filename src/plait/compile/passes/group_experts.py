@@ -119,8 +119,7 @@ class _Grouper:
                 wanted |= {each for each in node.all_input_nodes if each in routes}
         found = {node: route for node, route in routes.items() if node in wanted or node.target in _GIVES_ROWS}
         for node, route in routes.items():
-            of_ranks = node.target is comm_ops.all_reduce and node.args[0] in found  # sent behind the sum instead
-            if node not in found and (of_ranks or _sends_less(node, found)):
+            if node not in found and (_is_added(node, found) or _sends_less(node, found)):
                 found[node] = route
         return found
 
@@ -313,6 +312,14 @@ def _sends_less(node: Node, stay: Collection[Node]) -> bool:
     inputs = [each for each in node.all_input_nodes if each in stay]
     alone = [each for each in inputs if all(user is node or user in stay for user in each.users)]
     return len(inputs) > 0 and num_bytes(node.meta["val"]) < sum(num_bytes(each.meta["val"]) for each in alone)
+
+
+def _is_added(node: Node, stay: Collection[Node]) -> bool:
+    """Whether a sum over ranks that split columns is of what stays, and is added to what stays, such as a bias, so that
+    only the result is sent back."""
+    if node.target is not comm_ops.all_reduce or node.args[0] not in stay:
+        return False
+    return any(_sends_less(user, {*stay, node}) for user in node.users)
 
 
 def _repeated(node: Node) -> tuple[Node, int]:
