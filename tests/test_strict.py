@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
 from comm_worlds import run
-from torch import Tensor
+from strategies import SYNCHRONOUS
+from torch import Tensor, nn
 
 import plait
 from plait.backends.eager.schedule_executor import ScheduleExecutor
+from plait.comm import strict_transport
 from plait.comm.process_world import _check_messages
 from plait.comm.protocol import REDUCTIONS, World
 from plait.comm.thread_world import run_ranks
 from plait.compile.stages.stage_graphs import Value
+from plait.engine.compiler import Compiler
 from plait.errors import RankFailed, WorldError
 from plait.schedule.families import FAMILIES, make_schedule
 from plait.schedule.readiness import chain
@@ -188,3 +192,55 @@ def test_stages_do_not_exchange_messages_through_groups_bound_to_a_device() -> N
         _check_messages(Mesh((("data", 2), ("pipeline", 2))), bound)
     with pytest.raises(WorldError, match="ranks of a ring, wait for each other"):
         _check_messages(Mesh((("context", 2),)), bound)
+
+
+class TiedTower(nn.Module):
+    """Layers for two stages on each of eight ranks; the first, one in the middle and the last have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(16))
+        self.layers[8].weight = self.layers[15].weight = self.layers[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x  # type: ignore[no-any-return]
+
+
+@functools.cache
+def tied() -> plait.Verifier:
+    torch.manual_seed(0)
+    rows = torch.randn(48, 4, dtype=torch.float64)
+    return plait.Verifier(TiedTower().double(), lambda m, x: m(x).square().mean(), rows, steps=1)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_no_schedule_deadlocks_over_tied_weights(name: str, num_ranks: int) -> None:
+    """Their gradients are summed over three stages. Asynchronous schedules refuse them (test_asynchronous.py)."""
+    num_micro = 1 if name == "naive" else 2 * num_ranks
+    report = tied().verify(f"pipeline={num_ranks} micro={num_micro} schedule={name}", tolerance=1e-9)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+def test_an_evaluation_does_not_deadlock(num_ranks: int) -> None:
+    """Whose schedule is forward-only."""
+    plan = plait.Plan.parse(f"pipeline={num_ranks} micro={2 * num_ranks}")
+    compiler = Compiler(tied().captures, plan)
+
+    def evaluated(world: World) -> float:
+        given = {"world": world, "compiler": compiler}
+        trainer = plait.Trainer(compiler.model, compiler.loss_fn, torch.optim.SGD, plan, **given)
+        return trainer.evaluate(tied().batch)  # type: ignore[no-any-return]
+
+    wanted = float(compiler.loss_fn(compiler.model, tied().batch).detach())
+    assert run_ranks(plan.mesh, evaluated, strict=True) == pytest.approx([wanted] * num_ranks, rel=1e-12)
+
+
+def test_verify_runs_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[object] = []
+    enqueue = strict_transport.Queues.enqueue
+    monkeypatch.setattr(strict_transport.Queues, "enqueue", lambda *args: called.append(args[2]) or enqueue(*args))
+    assert tied().verify("data=2").ok and called
