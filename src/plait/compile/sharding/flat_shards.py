@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,14 +38,18 @@ class Cut:
         start, stop = part_bounds(self.shape[self.dim], self.size, rank)
         return whole.narrow(self.dim, start, stop - start)
 
-    def parts(self, whole: Tensor) -> Tensor:
-        """All parts of a whole tensor that is cut evenly, as a view [ranks, *part shape]."""
-        parts: Tensor = whole.unflatten(self.dim, (self.size, -1)).movedim(self.dim, 0)
+    def equal_parts(self, whole: Tensor) -> Tensor:
+        """The parts of a whole tensor that are as large as the first, as a view [ranks, *part shape]."""
+        length = self.part_shape(0)[self.dim]
+        equal = whole.narrow(self.dim, 0, self.num_equal * length)
+        parts: Tensor = equal.unflatten(self.dim, (self.num_equal, length)).movedim(self.dim, 0)
         return parts
 
     @property
-    def even(self) -> bool:
-        return self.shape[self.dim] % self.size == 0
+    def num_equal(self) -> int:
+        """The number of parts that are as large as the first. At most one part is smaller, and others are empty."""
+        length = self.part_shape(0)[self.dim]
+        return self.shape[self.dim] // length if length else 0
 
     @property
     def plain(self) -> PlainCut:
@@ -93,17 +98,19 @@ class FlatShards:
 
     def put(self, buffer: Tensor, index: int, whole: Tensor) -> None:
         """Write every part of the whole tensor `index` into the buffer [ranks, length]."""
-        if self.cuts[index].even:
-            self._places(buffer, index).copy_(self.cuts[index].parts(whole))
-            return
-        for rank in range(self.num_ranks):
-            self.place(buffer[rank], index, rank).copy_(self.cuts[index].part(whole, rank))
+        for place, part in self._pairs(buffer, index, whole):
+            place.copy_(part)
 
-    def _places(self, buffer: Tensor, index: int) -> Tensor:
-        """All parts of a tensor that is cut evenly, as a view [ranks, *part shape] of the buffer [ranks, length]."""
-        offset = self.offsets[index]
-        num = self.offsets[index + 1] - offset
-        return buffer.narrow(1, offset, num).view(self.num_ranks, *self.cuts[index].part_shape(0))
+    def _pairs(self, buffer: Tensor, index: int, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of parts of tensor `index` in the buffer [ranks, length], each with the same parts of the whole tensor:
+        those that are as large as the first together, and the one that is smaller, if there is one."""
+        cut, offset = self.cuts[index], self.offsets[index]
+        num = cut.num_equal
+        if num:
+            equal = buffer[:num].narrow(1, offset, self.offsets[index + 1] - offset)
+            yield equal.view(num, *cut.part_shape(0)), cut.equal_parts(whole)
+        if num < self.num_ranks and 0 not in cut.part_shape(num):
+            yield self.place(buffer[num], index, num), cut.part(whole, num)
 
     def place(self, row: Tensor, index: int, rank: int) -> Tensor:
         """Part `rank` of tensor `index`, as a view of that rank's row [length]."""
@@ -116,13 +123,11 @@ class FlatShards:
             cut.part(whole, rank).copy_(self.place(row, index, rank))
 
     def take_all(self, buffer: Tensor, wholes: list[Tensor]) -> None:
-        """Copy all parts in the buffer [ranks, length] into the whole tensors: one copy for each that is cut evenly."""
-        for index, (cut, whole) in enumerate(zip(self.cuts, wholes, strict=True)):
-            if cut.even:
-                cut.parts(whole).copy_(self._places(buffer, index))
-                continue
-            for rank in range(self.num_ranks):
-                cut.part(whole, rank).copy_(self.place(buffer[rank], index, rank))
+        """Copy all parts in the buffer [ranks, length] into the whole tensors: one copy for each, or two where the
+        ranks do not divide it."""
+        for index, whole in enumerate(wholes):
+            for place, part in self._pairs(buffer, index, whole):
+                part.copy_(place)
 
 
 @functools.cache
