@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import strategies
 import torch
 from device_library import CACHE
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 import plait
 from plait.api.job.metrics import compile_progress
 from plait.backends.eager.rewrites.bucket_gradients import bucket_start
-from plait.backends.inductor import inductor_passes, region_compiler
+from plait.backends.inductor import inductor_passes, region_compiler, toolchain
 from plait.backends.inductor.inductor_passes import functions_of, make_with_regions
 from plait.backends.inductor.region_compiler import CompileReport, compile_regions
 from plait.backends.inductor.region_graph import RegionFunction, graph_of_region, text_of, with_regions
@@ -91,28 +92,17 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor_passes, "compile_regions", lambda functions, plan: CompileReport(0, 0, 0, 0.0))
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "data=2 bucket=1KiB",
-        "data=2 tensor=2",
-        "data=2 zero=3 micro=2 bucket=1KiB",
-        "replica=2 data=2 zero=2",
-        "micro=4 zero=1",
-        "micro=2 recompute=layer",
-        "home.activations=disk",
-        "data=2 home.parameters=disk zero=3 micro=2",
-        "pipeline=2 micro=4 schedule=zb-v",
-        "pipeline=2 data=2 zero=3 micro=2",
-        "stages=[tensor=2|data=2] micro=2",
-        "pipeline=2 micro=2 schedule=pipedream",
-        "data=2 sync=2 outer=nesterov",
-        "data=2 compress=int8",
-    ],
-)
-def test_plans_keep_their_numbers_with_regions(plan: str, verifier: plait.Verifier, uncompiled: None) -> None:
-    report = verifier.verify(f"{plan} compile=inductor", tolerance=1e-9)
+@pytest.mark.parametrize("case", strategies.CASES)
+def test_every_strategy_keeps_its_numbers_with_regions(case: str, uncompiled: None) -> None:
+    report = strategies.verified(case, "compile=inductor")
     assert report.ok, report
+
+
+def test_every_strategy_of_the_readme_has_plans() -> None:
+    rows = strategies.rows_of_readme()
+    assert [next((words for words in strategies.PLANS if row.startswith(words)), row) for row in rows] == [
+        *strategies.PLANS
+    ]
 
 
 def test_equal_layers_have_equal_regions() -> None:
@@ -346,10 +336,7 @@ def test_a_job_says_what_it_compiles(capsys: pytest.CaptureFixture[str]) -> None
 def test_an_op_that_does_not_compile_is_named(inductor: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._inductor.compile_fx as compile_fx
 
-    def fails(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("LoweringException: no kernel\n  target: aten.gelu.default")
-
-    monkeypatch.setattr(compile_fx, "compile_fx_inner", fails)
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", _fails)
     monkeypatch.setattr(region_compiler, "_compiled", {})
     plan = Plan.parse("data=2 compile=inductor")
     functions = [f for f in functions_of(make_with_regions(program(str(plan)))) if "gelu.default" in f.text]
@@ -362,6 +349,27 @@ def test_an_op_that_does_not_compile_is_named(inductor: Path, monkeypatch: pytes
     assert found.value.refusal is not None
 
 
+def test_a_compiler_that_does_not_compile_is_named_and_no_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch._inductor.compile_fx as compile_fx
+
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\necho 'cmath: No such file' >&2\nexit 1\n")
+    broken.chmod(0o700)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setattr(region_compiler, "_compiled", {})
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", _fails)
+    plan = Plan.parse("compile=inductor")
+    functions = functions_of(make_with_regions(program(str(plan))))[:1]
+    with pytest.raises(PlanError, match="needs a compiler: .*g.. does not compile a program of .*: cmath: No such"):
+        compile_regions(functions, plan)
+
+
+def _fails(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("LoweringException: no kernel\n  target: aten.gelu.default")
+
+
 def test_without_a_compiler_a_plan_is_refused_before_ranks_start(
     verifier: plait.Verifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,6 +379,10 @@ def test_without_a_compiler_a_plan_is_refused_before_ranks_start(
         verifier.verify("data=2 zero=1 compile=inductor")
     with pytest.raises(PlanError, match="needs a compiler"):
         plait.Trainer(net(), loss_fn, torch.optim.SGD, "compile=inductor")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
+    assert toolchain.missing_compiler("cuda") == "there is no gcc to compile C with, as Triton does"
     lacking = Place("cuda", lacks="the package triton is not installed")
     (refusal,) = refusals(Plan.parse("compile=inductor"), StepFacts(), lacking)
     assert refusal.why == lacking.lacks

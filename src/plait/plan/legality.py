@@ -147,7 +147,8 @@ def no_compiler(plan: Plan, lacks: str) -> Refusal:
     """The refusal of `compile=` at a place that lacks something it needs."""
     return Refusal(
         f"compile={plan.compile} needs a compiler", lacks,
-        "install it (apt-get install g++, or the PyTorch for your GPUs), name another with CXX, or leave compile= out",
+        "install it (apt-get install g++, or the PyTorch for your GPUs), name another with CXX (CC for GPUs), or leave"
+        " compile= out",
     )  # fmt: skip
 
 

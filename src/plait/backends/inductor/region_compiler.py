@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from plait.backends.inductor.region_graph import RegionFunction, RunRegion
-from plait.backends.inductor.toolchain import missing_compiler
+from plait.backends.inductor.toolchain import broken_compiler, missing_compiler
 from plait.compile.ir.calls import device_type, output_node, placeholders
 from plait.compile.ir.node_info import info_of
 from plait.compile.sharding.decompose import tracing
@@ -125,7 +125,8 @@ def _compile(function: RegionFunction, settings: Mapping[str, Any], plan: Plan) 
                 # With CUDA graphs, what is recorded reads fixed inputs where they are, and has copies of others.
                 compiled = compile_fx_inner(traced, inputs, is_inference=True, static_input_idxs=function.fixed)
         except Exception as error:  # of many kinds, by the stage of the compiler that raised
-            refusal = _cannot_compile(function, plan, error)
+            lacks = broken_compiler(device_type(function.graph))
+            refusal = no_compiler(plan, lacks) if lacks else _cannot_compile(function, plan, error)
             raise PlanError(refusal) from error
     return _checked(compiled, [tuple(value.stride()) for value in likes])
 

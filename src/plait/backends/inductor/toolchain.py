@@ -5,16 +5,43 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
+
+_PROGRAM = "#include <cmath>\n#include <vector>\nint main() { return 0; }\n"
 
 
 def missing_compiler(device: str) -> str:
     """What compiling for this type of device lacks, in words; empty if it lacks nothing.
 
     Inductor makes C++ for CPUs, which it compiles with the program that CXX names, or g++ (clang++ on macOS). For GPUs
-    it makes Triton, which comes with PyTorch for CUDA and needs a C compiler for its launcher.
+    it makes Triton, which comes with PyTorch for CUDA and needs a C compiler for its launcher: what CC names, or gcc or
+    clang.
     """
     if device == "cpu":
-        program = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-        return "" if shutil.which(program.split()[0]) else f"there is no {program} to compile C++ with"
-    return "" if importlib.util.find_spec("triton") else "the package triton is not installed"
+        program = _cpp_compiler()
+        return "" if shutil.which(program) else f"there is no {program} to compile C++ with"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    named = os.environ.get("CC")
+    if any(map(shutil.which, [named] if named else ["gcc", "clang"])):
+        return ""
+    return f"there is no {named or 'gcc'} to compile C with, as Triton does"
+
+
+def broken_compiler(device: str) -> str:
+    """Why the C++ compiler of this machine compiles nothing, in words; empty if it does, and for other devices."""
+    if device != "cpu":
+        return ""
+    program = _cpp_compiler()
+    try:
+        command = [program, "-x", "c++", "-fsyntax-only", "-"]
+        run = subprocess.run(command, input=_PROGRAM, capture_output=True, text=True, check=False)
+    except OSError as error:
+        return f"{program} does not start: {error}"
+    said = next((line.strip() for line in run.stderr.splitlines() if line.strip()), f"status {run.returncode}")
+    return f"{program} does not compile a program of three lines: {said}" if run.returncode else ""
+
+
+def _cpp_compiler() -> str:
+    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
