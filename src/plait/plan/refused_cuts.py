@@ -121,6 +121,8 @@ def unsplit_attention(plan: Plan, axis: str, size: int, whole: Sequence[str]) ->
     return Refusal(
         f"{axis}.kind={plan.context_kind} cannot split the attention in {', '.join(whole[:3])}",
         f"{axis}={size} does not divide its queries or its keys, or they are not parts of one sequence, or an op before"
-        " it mixes neighbours, as a convolution does, of which a causal ring gives each rank every n-th",
-        f"leave {axis}.kind out, with which keys and values are gathered where they are parts of one sequence",
+        " it mixes neighbours, as a convolution does, of which a causal ring gives each rank every n-th, or a GPU"
+        " computes it in float32, whose kernel pads the sums of softmax",
+        f"leave {axis}.kind out, with which keys and values are gathered where they are parts of one sequence, or use"
+        " precision=bf16 on a GPU",
     )  # fmt: skip
