@@ -88,6 +88,21 @@ def plait(shape: LlamaShape, plan: str) -> Callable[[dict[str, Tensor]], Any]:
     return lambda batch: trainer.step(LocalBatch(batch, shape.rows, shape.rows * num))
 
 
+def predicted(shape: LlamaShape, plan: str) -> int:
+    """The most bytes on a GPU within a step, as `plait memory` has them; 0 for a plan that keeps some elsewhere."""
+    from plait import memory
+    from plait.plan.plan import Plan
+
+    if "home" in plan:
+        return 0
+    with torch.device("meta"):
+        model = Llama(shape)
+    rows = shape.rows * Plan.parse(plan).num_processes
+    batch = {key: torch.zeros(rows, shape.length, dtype=torch.int64) for key in ("x", "y")}
+    estimate = memory(model, llama_loss, batch, plan, optimizer=functools.partial(torch.optim.AdamW, lr=1e-4))
+    return estimate.fullest.step_peak
+
+
 def variants(num_gpus: int) -> dict[str, tuple[int, Callable[[LlamaShape], Callable[[dict[str, Tensor]], Any]]]]:
     """By name: the number of processes, and what makes the step."""
     many = f"data={num_gpus}"
@@ -113,10 +128,12 @@ def turn(name: str, shape_name: str, num_steps: int) -> None:
     draw = functools.partial(torch.randint, 0, shape.vocabulary, (shape.rows, shape.length), generator=generator)
     batch = {key: draw().to(device) for key in ("x", "y")}
     try:
-        step = variants(int(os.environ["WORLD_SIZE"]))[name][1](shape)
+        make = variants(int(os.environ["WORLD_SIZE"]))[name][1]
+        step = make(shape)
         for _ in range(3):
             step(batch)
         torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         for _ in range(num_steps):
             step(batch)
@@ -124,6 +141,8 @@ def turn(name: str, shape_name: str, num_steps: int) -> None:
         found: dict[str, Any] = {
             "seconds": (time.perf_counter() - start) / num_steps, "memory": torch.cuda.max_memory_allocated(),
         }  # fmt: skip
+        if isinstance(make, functools.partial) and "plan" in make.keywords:
+            found["predicted"] = predicted(shape, make.keywords["plan"])
     except Exception as error:  # what cannot run here is a row of the table
         found = {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]}
     print(json.dumps(found), flush=True)
@@ -160,11 +179,12 @@ def table(shape_name: str, names: list[str], num_rounds: int, num_steps: int, nu
         for name in names:
             if not found[name] or "error" not in found[name][-1]:
                 found[name].append(run_turn(name, shape_name, num_steps, num_gpus))
-    lines = ["| variant | GPUs | tokens/s a GPU | MFU | time / PyTorch | peak GiB |", "|---|---|---|---|---|---|"]
+    lines = ["| variant | GPUs | tokens/s a GPU | MFU | time / PyTorch | peak GiB | predicted / peak |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
     for name, turns in found.items():
         num = variants(num_gpus)[name][0]
         if "error" in turns[-1]:
-            lines.append(f"| {name} | {num} | {turns[-1]['error']} | | | |")
+            lines.append(f"| {name} | {num} | {turns[-1]['error']} | | | | |")
             continue
         rates = [shape.rows * shape.length / one["seconds"] for one in turns]
         rate = statistics.median(rates)
@@ -173,9 +193,11 @@ def table(shape_name: str, names: list[str], num_rounds: int, num_steps: int, nu
             a["seconds"] / b["seconds"] for a, b in zip(turns, found["PyTorch"], strict=False) if "error" not in b
         ]
         ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})" if ratios else ""
-        memory = max(one["memory"] for one in turns) / 2**30
+        memory, expected = max(one["memory"] for one in turns), turns[-1].get("predicted", 0)
+        of_peak = f"{expected / memory:.3f}" if expected else ""
         lines.append(
-            f"| {name} | {num} | {rate:.0f} ({min(rates):.0f}-{max(rates):.0f}) | {mfu} | {ratio} | {memory:.1f} |"
+            f"| {name} | {num} | {rate:.0f} ({min(rates):.0f}-{max(rates):.0f}) | {mfu} | {ratio}"
+            f" | {memory / 2**30:.1f} | {of_peak} |"
         )
     size = f"{shape.num_parameters / 1e9:.2f}B parameters, {shape.rows} x {shape.length} tokens a GPU, bf16"
     return f"## Llama {shape_name}: {size}\n\n" + "\n".join(lines)
