@@ -16,7 +16,7 @@ from plait.comm.protocol import World
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.ddp_fallback import refuse_unless_data_only
 from plait.engine.local_batch import LocalBatch
-from plait.errors import BatchError, CaptureError, LossError, PlanError, RankFailed
+from plait.errors import BatchError, CaptureError, DeviceMemoryError, LossError, PlanError, RankFailed
 from plait.plan.plan import Plan
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -224,3 +224,17 @@ def test_the_plan_that_is_advised_for_a_model_without_a_graph_works(norm: bool, 
     with pytest.raises(PlanError, match=advice):
         refuse_unless_data_only(CaptureError("why"), Plan.parse("tensor=2"), world, compiler, batch)
     assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_when_the_hosts_memory_ends_the_message_has_each_class_and_what_would_take_less() -> None:
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        return (model(batch).mean() * torch.ones(2**50)).mean()
+
+    def rank(world: World) -> None:
+        Trainer(nn.Linear(4, 4), loss_fn, torch.optim.SGD, "data=2", world=world).step(torch.ones(8, 4))
+
+    message = r"of the host ran out on rank \d in forward and backward of step 1: it held parameters 80 B, .*"
+    message += r"activations, buffers .* in all; add .*micro=2.* \(plait memory tells .* can't allocate memory"
+    with pytest.raises(RankFailed, match=message) as caught:
+        plait.run_ranks(Plan.parse("data=2").mesh, rank)
+    assert isinstance(caught.value.__cause__, DeviceMemoryError)

@@ -26,7 +26,7 @@ from plait.plan.plan import Plan
 
 RANKS = Path(__file__).with_name("xla_ranks.py")
 PLANS = (
-    "replica=2 data=2 zero=3 tensor=2", "data=2 context=3 zero=2 micro=2 precision=fp16",
+    "replica=2 data=2 zero=3 tensor=2 precision=bf16", "data=2 context=3 zero=2 micro=2 precision=fp16",
     "data=2 tensor=2 sequence=yes precision=bf16-params",
 )  # fmt: skip
 # Of float64. A graph of torch 2.11 has the sums of fused attention in float32 there, which its kernel does not.
@@ -123,6 +123,13 @@ def test_what_cannot_be_is_refused_before_the_first_step(case: str, text: str, f
     assert found["refused"][case].startswith("PlanError: ") and text in found["refused"][case], found["refused"][case]
 
 
+@with_jax
+def test_where_memory_ends_it_is_said_what_takes_how_much(found: dict[str, Any]) -> None:
+    said = found["memory_ends"]["said"]
+    assert "DeviceMemoryError: the memory of the devices of jax ran out in forward and backward of step 1" in said
+    assert "parameters 80 B, gradients 0 B, optimizer 80 B; add zero=2, or zero=3, or micro=2 to the plan (XLA" in said
+
+
 @pytest.mark.parametrize(
     "key",
     [
@@ -174,6 +181,30 @@ def test_without_jax_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None if name == "jax" else real(name))
     with pytest.raises(PlanError, match="jax, which is not installed; pip install 'plait.xla.'"):
         plait.Trainer(nn.Linear(2, 2), lambda m, x: m(x).mean(), torch.optim.SGD, "data=2 backend=xla")
+
+
+def test_a_jax_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setitem(sys.modules, "plait.engine.xla_engine", None)
+    with pytest.raises(PlanError, match="jax 0.10 or later, and what is installed cannot be imported: .*upgrade"):
+        plait.Trainer(nn.Linear(2, 2), lambda m, x: m(x).mean(), torch.optim.SGD, "data=2 backend=xla")
+
+
+@with_jax
+@pytest.mark.parametrize(
+    ("named", "text"),
+    [("tpu", "change JAX_PLATFORMS=tpu, or leave it out, or leave backend"), ("", "set JAX_PLATFORMS=cpu to try it")],
+)
+def test_a_jax_without_devices_is_refused(named: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from plait.backends.xla import mesh_shardings
+
+    def devices() -> Any:
+        raise RuntimeError("Unable to initialize backend 'tpu'.")
+
+    monkeypatch.setattr(mesh_shardings.jax, "devices", devices)
+    monkeypatch.setenv("JAX_PLATFORMS", named)
+    with pytest.raises(PlanError, match=f"on the devices of jax, which finds none: Unable to .* 'tpu'; {text}"):
+        mesh_shardings.MeshShardings(Plan.parse("data=2 backend=xla"))
 
 
 def test_other_plans_do_not_import_jax() -> None:

@@ -327,6 +327,20 @@ def refused() -> dict[str, Any]:
     return found
 
 
+def memory_ends() -> dict[str, Any]:
+    """What is said where a step needs more memory than there is."""
+
+    def of_pairs(model: nn.Module, x: Tensor) -> Tensor:
+        wide = x.flatten()[0].detach() + torch.arange(2**22)
+        return model(x).mean() + torch.outer(wide, wide).sort(0).values.sum()
+
+    try:
+        trainer("data=2 zero=1 backend=xla", nn.Linear(4, 4), loss_fn=of_pairs).step(torch.randn(4, 4))
+    except PlaitError as error:
+        return {"said": f"{type(error).__name__}: {error}"}
+    return {"said": "nothing"}
+
+
 def lowerings() -> dict[str, Any]:
     import xla_lowerings
 
@@ -334,12 +348,13 @@ def lowerings() -> dict[str, Any]:
 
 
 PLANS = (
-    "replica=2 data=2 zero=3 tensor=2", "data=2 context=3 zero=2 micro=2 precision=fp16",
+    "replica=2 data=2 zero=3 tensor=2 precision=bf16", "data=2 context=3 zero=2 micro=2 precision=fp16",
     "data=2 tensor=2 sequence=yes precision=bf16-params",
 )  # fmt: skip
 CASES: dict[str, Callable[[], dict[str, Any]]] = {plan: functools.partial(verified, plan) for plan in PLANS}
-for _case in (trained, optimizers, checkpoints, halves, thawed, not_finite, draws, sequence, refused, lowerings):
+for _case in (trained, optimizers, checkpoints, halves, thawed, not_finite, draws, sequence, refused, memory_ends):
     CASES[_case.__name__] = _case
+CASES["lowerings"] = lowerings
 
 
 if __name__ == "__main__":

@@ -107,9 +107,19 @@ def bytes_allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def bytes_in_all(device: torch.device) -> int:
-    """Bytes of an accelerator's memory."""
-    return int(torch.cuda.get_device_properties(device).total_memory)
+def memory_taken(device: torch.device) -> int:
+    """Bytes of a device's memory that tensors of this process occupy; of a CPU those that the process has in memory."""
+    if not is_host(device):
+        return bytes_allocated(device)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_ran_out(error: BaseException) -> bool:
+    """Whether an error of torch or of a driver says that there is no memory left."""
+    text = str(error).lower()
+    said = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in text for words in said)
 
 
 def pinned_like(tensor: Tensor, device: torch.device) -> Tensor:

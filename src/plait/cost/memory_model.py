@@ -100,7 +100,7 @@ def single_changes(plan: Plan, num_rows: int) -> list[Plan]:
     `num_rows` is the number of rows of the global batch, which the number of microbatches must divide.
     """
     found = plan.cutting_more()
-    if plan.recompute.kind != "layer":
+    if plan.recompute.kind != "layer" and plan.backend == "torch":  # XLA decides itself
         found.append(dataclasses.replace(plan, recompute=Recompute("layer")))
     micro = 2 * plan.micro
     while num_rows % (micro * plan.num_batch_parts) == 0:

@@ -156,7 +156,7 @@ class Engine:
         self._structure = batch_structure(batch.tree if isinstance(batch, LocalBatch) else batch)
         state = self.state
         try:
-            with explained(state, "making ready to train", lambda: num_rows(batch)):
+            with self._explained("making ready to train", lambda: num_rows(batch)):
                 self._prepare(batch)
         except BaseException:
             self._executor = state.executor = state.optimizer = state.scheduler = state.replicas = None
@@ -249,7 +249,7 @@ class Engine:
         batch = padded.batch
         self.same.begin(batch, f"step {number}")
         waiting = self._waiting()
-        with explained(state, f"forward and backward of step {number}", lambda: num_rows(batch)):
+        with self._explained(f"forward and backward of step {number}", lambda: num_rows(batch)):
             result = self.run(self.rows_here(batch), micro_key(self.key(), self._num_waiting * self.plan.micro))
         self._rows = num_rows(batch)
         self.same.check()
@@ -398,7 +398,7 @@ class Engine:
         del gradients  # an update needs the memory
         if updated:
             what = f"the update of step {state.step_number + 1}"
-            with self.span("optimizer", "STEP"), explained(state, what, lambda: self._rows):
+            with self.span("optimizer", "STEP"), self._explained(what, lambda: self._rows):
                 norm = clip(executor, self.clip_norm) if self.clip_norm is not None else None
                 state.update.step(step_key(state.seed, state.step_number), skipped)
         return updated, norm, skipped
@@ -410,7 +410,7 @@ class Engine:
     def evaluate(self, data: Any) -> Any:
         """The mean loss over a batch or several batches; see Trainer.evaluate."""
         self.check_last()
-        with explained(self.state, "an evaluation", lambda: self._rows):
+        with self._explained("an evaluation", lambda: self._rows):
             return evaluate(self, data, self._structure)
 
     def _update_within(self, gradients: dict[str, Tensor]) -> None:
@@ -436,6 +436,10 @@ class Engine:
             note_absent(state.optimizer, absent)
             self._trained |= executor.layouts.keys() - {*executor.frozen}
         self._frozen = executor.frozen
+
+    def _explained(self, what: str, num_rows: Callable[[], int]) -> AbstractContextManager[None]:
+        """Context in which memory that runs out is a DeviceMemoryError, which says what takes how much."""
+        return explained(self.state, what, num_rows)
 
     def span(self, kind: str, name: str) -> AbstractContextManager[Any]:
         """Context that is recorded as a span, if there is a trace."""

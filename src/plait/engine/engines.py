@@ -14,7 +14,12 @@ def engine_for(plan: Plan) -> type[Engine]:
     if plan.backend == "torch":
         return Engine
     check_installed(plan)
-    from plait.engine.xla_engine import XlaEngine  # imports jax
+    try:
+        from plait.engine.xla_engine import XlaEngine  # imports jax
+    except ImportError as error:  # an older jax, or one without its jaxlib
+        what = "backend=xla runs the step through jax 0.10 or later, and what is installed cannot be imported"
+        refusal = Refusal(what, str(error), "pip install --upgrade 'plait[xla]', or leave backend=xla out")
+        raise PlanError(refusal) from error
 
     return XlaEngine
 

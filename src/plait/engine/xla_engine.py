@@ -8,15 +8,19 @@ host memory, and what is written to these is what the next step reads.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.backends.backend import StepResult
+from plait.backends.xla.jax_arrays import bytes_on_a_device
 from plait.backends.xla.xla_step import Rules
+from plait.cost.memory_model import GRADIENTS, OPTIMIZER, PARAMETERS
 from plait.engine.ddp_fallback import refuse_unless_data_only
+from plait.engine.device_memory import explained
 from plait.engine.engine import Engine, StepLoss
 from plait.engine.executor import StepExecutor
 from plait.engine.train_state import TrainState
@@ -114,7 +118,8 @@ class XlaEngine(Engine):
             self.xla.keep_gradients()
 
     def _update_with_gradients(self) -> tuple[bool, Tensor | None, Tensor | None]:
-        with self.span("optimizer", "STEP"):
+        what = f"the update of step {self.state.step_number + 1}"
+        with self.span("optimizer", "STEP"), self._explained(what, lambda: self._rows):
             updated, norm = self._update.finish(self._rules)
         if self.state.loss_scale is not None:
             self.state.loss_scale.update([torch.ones(()) if updated else torch.full((), float("inf"))])
@@ -122,6 +127,18 @@ class XlaEngine(Engine):
 
     def _read_updated(self, executor: StepExecutor) -> None:
         """Nothing to do: they are where steps read them."""
+
+    def _explained(self, what: str, num_rows: Callable[[], int]) -> AbstractContextManager[None]:
+        return explained(self.state, what, num_rows, self._held_by_class)
+
+    def _held_by_class(self) -> dict[str, int]:
+        """Bytes on one device of parameters, gradients and optimizer state."""
+        executor, update = self._executor, self.state.update
+        if not isinstance(executor, XlaExecutor):
+            return {}
+        arrays = {PARAMETERS: [*executor.arrays.values()], GRADIENTS: [*executor.gradients.values()]}
+        arrays[OPTIMIZER] = update.arrays if isinstance(update, XlaUpdate) else []
+        return {name: sum(map(bytes_on_a_device, each)) for name, each in arrays.items()}
 
     def zero_grad(self) -> None:
         self._num_waiting = 0

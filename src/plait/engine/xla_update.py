@@ -124,6 +124,11 @@ class XlaUpdate:
                     self._counts[name][key] = value.clone() if isinstance(value, Tensor) else value
             self._note(name, kept)
 
+    @property
+    def arrays(self) -> list[Any]:
+        """The state on the devices."""
+        return [array for own in self._state.values() for array in own.values()]
+
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         """A parameter's state by key, in host memory."""
         self.fetch()

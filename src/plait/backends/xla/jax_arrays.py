@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -35,6 +36,11 @@ def to_torch(array: Any) -> Tensor:
         bits = _BY_BITS[dtype.itemsize]
         return torch.from_numpy(values.view(np.dtype(str(bits).removeprefix("torch.")))).view(dtype)
     return torch.from_numpy(values)
+
+
+def bytes_on_a_device(array: jax.Array) -> int:
+    """The bytes of an array on each of its devices, also of one whose memory an update has taken over."""
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def put(tensor: Tensor, sharding: jax.sharding.Sharding) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping
 
 import jax
@@ -21,13 +22,13 @@ ALONE = "alone"  # the axis of a mesh of one device
 class MeshShardings:
     """The shardings that the layouts of a plan are on jax's first devices.
 
-    Raises PlanError if jax has fewer devices than the plan has ranks, or those of several processes.
+    Raises PlanError if jax has no devices, fewer than the plan has ranks, or those of several processes.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._mesh: Mesh = plan.mesh
         axes = [(name, size) for name, size in plan.mesh.axes if size > 1] or [(ALONE, 1)]
-        devices = jax.devices()
+        devices = _devices(plan)
         _refuse_several_hosts(plan)
         check_devices(plan, len(devices), devices[0].platform)
         names, sizes = tuple(name for name, _ in axes), tuple(size for _, size in axes)
@@ -89,6 +90,17 @@ def refuse_layouts(layouts: Mapping[str, Layout]) -> None:
             if isinstance(placement, Only):
                 what = f"the layout {layout} puts {name} on one rank of {axis}, and XLA's shardings have all devices"
                 raise PlanError(Refusal(what, "", "leave the annotation out, or leave backend=xla out"))
+
+
+def _devices(plan: Plan) -> list[jax.Device]:
+    try:
+        return jax.devices()
+    except RuntimeError as error:  # of the platform that JAX_PLATFORMS names, or of a driver
+        what = f"the plan {plan.title!r} runs on the devices of jax, which finds none"
+        named = os.environ.get("JAX_PLATFORMS")
+        instead = f"change JAX_PLATFORMS={named}, or leave it out" if named else "set JAX_PLATFORMS=cpu to try it out"
+        refusal = Refusal(what, str(error).rstrip("."), f"{instead}, or leave backend=xla out")
+        raise PlanError(refusal) from error
 
 
 def _refuse_several_hosts(plan: Plan) -> None:
