@@ -358,6 +358,8 @@ def test_a_compiler_that_does_not_compile_is_named_and_no_module(
     broken.write_text("#!/bin/sh\necho 'cmath: No such file' >&2\nexit 1\n")
     broken.chmod(0o700)
     monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(PlanError, match="needs a compiler: .*g.. does not compile a program"):
+        plait.Trainer(net(), loss_fn, torch.optim.SGD, "compile=inductor")
     monkeypatch.setattr(region_compiler, "_compiled", {})
     monkeypatch.setattr(compile_fx, "compile_fx_inner", _fails)
     plan = Plan.parse("compile=inductor")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from plait.backends.inductor.toolchain import missing_compiler
+from plait.backends.inductor.toolchain import broken_compiler, missing_compiler
 from plait.comm.agree import agree
 from plait.comm.device import default_kind, without_bf16
 from plait.comm.protocol import World
@@ -26,7 +26,7 @@ from plait.engine.compiler import Compiler
 from plait.engine.local_batch import batch_of_replica, microbatches, num_rows
 from plait.engine.rank_optimizers import OptimizerFactory, check_patterns, facts_of_optimizer
 from plait.errors import PlanError, UnevenBatchError
-from plait.plan.legality import of_rows, refusals
+from plait.plan.legality import no_compiler, of_rows, refusals
 from plait.plan.plan import Plan
 from plait.plan.step_facts import Place, StepFacts
 
@@ -54,6 +54,9 @@ def check_plan(plan: Plan, model: nn.Module, clip_norm: float | None, place: Pla
     """Raise PlanError if the plan cannot run with this clip_norm, with this model, or at this place. Called before
     ranks start."""
     refuse(plan, known_facts(plan, model, clip_norm), place)
+    if place is not None and plan.compile != "none" and (lacks := broken_compiler(place.device)):
+        refusal = no_compiler(plan, lacks)
+        raise PlanError(refusal)
 
 
 def check_captured(compiler: Compiler, plan: Plan, captured: Captured, clip_norm: float | None = None) -> StepFacts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
@@ -31,9 +32,16 @@ def missing_compiler(device: str) -> str:
 
 def broken_compiler(device: str) -> str:
     """Why the C++ compiler of this machine compiles nothing, in words; empty if it does, and for other devices."""
-    if device != "cpu":
-        return ""
-    program = _cpp_compiler()
+    return _complaint(_cpp_compiler()) if device == "cpu" else ""
+
+
+def _cpp_compiler() -> str:
+    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+
+
+@functools.cache
+def _complaint(program: str) -> str:
+    """Why a C++ compiler does not compile a small program; empty if it does."""
     try:
         command = [program, "-x", "c++", "-fsyntax-only", "-"]
         run = subprocess.run(command, input=_PROGRAM, capture_output=True, text=True, check=False)
@@ -41,7 +49,3 @@ def broken_compiler(device: str) -> str:
         return f"{program} does not start: {error}"
     said = next((line.strip() for line in run.stderr.splitlines() if line.strip()), f"status {run.returncode}")
     return f"{program} does not compile a program of three lines: {said}" if run.returncode else ""
-
-
-def _cpp_compiler() -> str:
-    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
