@@ -84,18 +84,31 @@ class Images(nn.Module):
         return self.head(torch.cat([self.narrow(x), self.wide(x)], 1).mean((2, 3)))
 
 
+class Skips(nn.Module):
+    """The last of three layers, which has no parameters, reads what the first made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        return self.third(self.second(x)) * x
+
+
 def next_word(model: nn.Module, words: Tensor) -> Tensor:
     return F.cross_entropy(model(words).flatten(0, 1), words.roll(-1, 1).flatten())
 
 
-def squares(model: nn.Module, images: Tensor) -> Tensor:
-    return model(images).square().mean()
+def squares(model: nn.Module, rows: Tensor) -> Tensor:
+    return model(rows).square().mean()
 
 
 MODELS = {
     "text": lambda: (Words([Attention(), MLP()]), next_word, torch.randint(0, 12, (8, 8))),
     "untied": lambda: (Words([MLP(), MLP()], tied=False), next_word, torch.randint(0, 12, (8, 4))),
     "experts": lambda: (Words([Mixture()]), next_word, torch.randint(0, 12, (4, 4))),
+    "skips": lambda: (Skips(), squares, torch.randn(4, 8)),
     "images": lambda: (Images(), squares, torch.randn(4, 2, 4, 4)),
 }
 BRANCHES = {"narrow.*": "only:tensor=0", "wide.*": "only:tensor=1", "head.*": "-"}
@@ -125,7 +138,7 @@ PLANS: dict[str, list[str]] = {
     "central storage": ["data=2 central=host"],
     "pipelines: naive": [f"untied: pipeline=2 micro={1 if name == 'naive' else 4} schedule={name}"
                          for name in SYNCHRONOUS],
-    "long skips": ["pipeline=2 micro=2"],
+    "long skips": ["pipeline=2 micro=2", "skips: pipeline=3 micro=2 cut=second,third schedule=zb-h1"],
     "pipelines with data": ["pipeline=2 data=2 zero=3 micro=2",
                             "pipeline=2 tensor=2 micro=2 recompute=layer precision=bf16"],
     "stages on several ranks": ["pipeline=[1,2] micro=4"],
