@@ -7,12 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import memory_ranks
 import pytest
 import torch
 from checkpointing import ADAMW, assert_same_state, on, whole_state
 from torch import Tensor, nn
 
 import plait
+from plait.api.job.gpt import loss_fn as text_loss
 from plait.api.job.report_command import write_report
 from plait.api.verify import verify
 from plait.comm.group import Done
@@ -135,9 +137,9 @@ def of_modules() -> plait.Verifier:
     return plait.Verifier(Net(experts=ListOfExperts).double(), loss_fn, batch(), clip_norm=0.5)
 
 
-def collectives(plan: str, of: plait.Verifier | None = None) -> dict[tuple[str, str], list[Any]]:
+def collectives(plan: str, of: plait.Verifier | None = None, given: Any = None) -> dict[tuple[str, str], list[Any]]:
     """The collectives of one step along the axis expert, by phase and op."""
-    compiled = Compiler((of or verifier()).captures, Plan.parse(plan)).compiled(batch())
+    compiled = Compiler((of or verifier()).captures, Plan.parse(plan)).compiled(given or batch())
     (graph,) = [each.graph for each in compiled.program.graphs.values()]
     found: dict[tuple[str, str], list[Any]] = {}
     for node in graph.nodes:
@@ -221,6 +223,17 @@ def test_rows_travel_there_and_back_once_in_each_pass() -> None:
     counts = found["forward", "exchange"]
     assert [tuple(node.meta["val"].shape) for node in counts] == [(EXPERTS,)] * len(Net().layers)
     assert {kind for _, kind in found} == {"exchange", "exchange_rows", "all_reduce"}  # the last of other gradients
+
+
+def test_rows_stay_where_they_are_while_parts_of_sequences_are_gathered() -> None:
+    """Ranks of weights gather sequences that they split, of rows that ranks of experts split: that a rank of the latter
+    has whole blocks of the former's is known, or attention would be cut in other ways, for twice the bytes."""
+    of = plait.Verifier(memory_ranks.mixture().double(), text_loss, text := memory_ranks.batch())
+    found = collectives("expert=2 tensor=2 sequence=yes", of, text)
+    sent = {kind for phase, kind in found if phase == "forward"}
+    assert sent == {"exchange", "exchange_rows", "all_reduce"}
+    assert {node.meta["val"].numel() for node in found["forward", "all_reduce"]} == {1}  # those of the loss
+    assert of.verify("expert=2 tensor=2 sequence=yes zero=1").ok
 
 
 @pytest.mark.parametrize("plan", ["expert=2 expert.capacity=2", "expert=2 home.activations=host"])

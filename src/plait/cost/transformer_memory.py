@@ -40,7 +40,7 @@ def kept_bytes(
     found += wider / (how.weights if how.sequence else 1)
     if recompute == FULL and how.weights > 1 and not program.repeats_sums:
         rows_of_experts = shape.experts_per_token if shape.num_experts > 1 else 0
-        sums = 1 / (how.weights if how.sequence else 1) + rows_of_experts
+        sums = (1 + rows_of_experts) / (how.weights if how.sequence else 1)
         found += program.value_bytes * rows * shape.sequence * shape.hidden * sums
     return found + received_bytes(shape, how, rows * shape.sequence, program, recompute)
 

@@ -409,14 +409,16 @@ def message_time(
     return seconds
 
 
-def _num_sums(shape: TransformerShape, how: Parallelism, program: TransformerProgram) -> tuple[int, int]:
+def _num_sums(shape: TransformerShape, how: Parallelism, program: TransformerProgram) -> tuple[float, float]:
     """How many sums over ranks that split weights a layer has in its forward and in its backward, each of the residual
     stream: one of attention, one of the MLP. Results of experts are summed before a router weighs them, as the
-    router's gradient needs them whole: as many as a token has."""
+    router's gradient needs them whole: as many as a token has. Their gradients are added up before they are summed,
+    but where ranks have parts of the sequence, which gather these rows and scatter their sums."""
     shared = int(shape.num_experts > 1 and shape.shared_ffn > 0)
-    forward, backward = 1 + shape.experts_per_token + shared, 2 + shared
+    forward: float = 1 + shape.experts_per_token + shared
+    backward = forward if how.sequence else 2.0 + shared
     if how.recompute == FULL:
-        backward += forward if program.repeats_sums else int(how.sequence)  # two gathers are half a sum each
+        backward += forward if program.repeats_sums else how.sequence * forward / 2  # a gather is half a sum
     return forward, backward
 
 

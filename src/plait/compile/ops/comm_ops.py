@@ -147,8 +147,9 @@ def _factors(*positions: int) -> Callable[[Call], Sequence[Factor]]:
 
 
 def _nested(call: Call, given: Placements, size: int) -> list[Strategy]:
-    """The strategies of a call that cuts or gathers the dim that is cut along the later axis too: that axis cuts each
-    part of the earlier one. N parts of P blocks are, once gathered, N * P blocks of the later axis."""
+    """The strategies of a call that cuts or gathers the dim that is cut along the later axis too. That axis cuts each
+    part of the earlier one, so that N parts of P blocks are, once gathered, N * P blocks of the later axis; or it cuts
+    between blocks of the earlier one, of which each rank then has some."""
     (source,), (out,) = call.inputs, call.outputs
     dim, within = call.args[2], call.args[3]
     have = given[0]
@@ -156,11 +157,18 @@ def _nested(call: Call, given: Placements, size: int) -> list[Strategy]:
         return []
     if not isinstance(have.blocks, int) or not isinstance(within, int):
         return []
+    if _has_whole_blocks(have, within, size):
+        return [Strategy(given, (have,))]
     if call.op is all_gather:
         parts = out.shape[dim] // source.shape[dim]
         return [Strategy(given, (Shard(dim, have.blocks * parts),))] if have.blocks % within == 0 else []
     parts = source.shape[dim] // out.shape[dim]
     return [Strategy(given, (Shard(dim, have.blocks // parts),))] if have.blocks % (within * parts) == 0 else []
+
+
+def _has_whole_blocks(later: Shard, blocks: Blocks, size: int) -> bool:
+    """Whether each of the `size` ranks of a later axis has whole blocks of an earlier one."""
+    return isinstance(later.blocks, int) and isinstance(blocks, int) and blocks % (later.blocks * size) == 0
 
 
 def _summed(call: Call) -> Sequence[tuple[int, ...]]:
@@ -172,6 +180,9 @@ def _emit(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwa
     (out,) = call.outputs
     assert out is not None
     tensor, axis, *rest = args
+    have = strategy.inputs[0]
+    if call.op in (all_gather, reduce_scatter, shard) and isinstance(have, Shard) and have.dim == rest[0]:
+        rest[1] //= b.size if _has_whole_blocks(have, rest[1], b.size) else 1
     return b.collective(call.op, tensor, local_shape(out.shape, strategy.outputs[0], b.size), *rest, axis=axis)
 
 
