@@ -311,12 +311,11 @@ def _llama3() -> BlindGroup:
             sharded=data, sequence=True, bucket=shape.layer_parameters // 8 * 4, context_kind="gather",
         )  # fmt: skip
         program = replace(  # keys and values are gathered, as few heads as there are (section 3.3.2)
-            torch_program("bfloat16", H100["attention"], H100["traffic"]),
+            torch_program("bfloat16", 0.0, H100["traffic"]),
             repeats_heads=False, ring_gradient_bytes=0, ring_traffic=(0.0, 0.0), hides_sums=True,
         )  # fmt: skip
-        cluster = with_numbers(find_cluster(f"h100x{ranks}"), H100["products"])
         total = data * num_micro
-        step = estimate_step(shape, how, total, cluster, program)
+        step = estimate_step(shape, how, total, find_cluster(f"h100-700wx{ranks}"), program)
         attention = 3 * shape.layers * shape.attention_flops(total * sequence)
         flops = step.model_flops - attention / 2  # what the mask hides is not counted
         rows.append((f"{ranks} GPUs, context {context}, {sequence} tokens", float(value),
@@ -324,7 +323,8 @@ def _llama3() -> BlindGroup:
     return BlindGroup(
         "Llama 3 405B, table 4", "Llama Team 2024, arXiv 2407.21783; by P. Balaji's slide, on glennklockwood.com", True,
         "Tflop/s a GPU",
-        "Assumed are chunks of one layer, gradients that are summed once a step, and that flops under the mask count.",
+        "The GPUs have 700 W (section 3.3.1): `h100-700w`. Assumed are chunks of one layer, gradients that are summed"
+        " once a step, and that flops under the mask count.",
         (0.599, 0.719), tuple(rows),
     )  # fmt: skip
 

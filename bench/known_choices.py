@@ -82,11 +82,12 @@ CASES = {
         "sync=1 precision=fp16-params home.activations=device", 102_800,
     ),
     "llama3": KnownChoice(
-        "Llama-3 405B on 16,384 H100s", llama(126, 16384, 128, 8, 53248, 128256, 8192), "h100x16384", 2048,
+        "Llama-3 405B on 16,384 H100s", llama(126, 16384, 128, 8, 53248, 128256, 8192), "h100-700wx16384", 2048,
         "pipeline=16 data=128 tensor=8 sequence=yes zero=1 micro=16 schedule=interleaved chunks=7"
         " precision=bf16-params bucket=400MiB",
-        "Llama Team 2024, table 4: tensor 8, pipeline 16, data 128, 16 million tokens a step, 400 Tflop/s each, which"
-        " is 2.6 million tokens/s (checked with P. Balaji's slide at SC'24, on glennklockwood.com); FSDP that cuts"
+        "Llama Team 2024, table 4: GPUs of 700 W, tensor 8, pipeline 16, data 128, 16 million tokens a step, 400"
+        " Tflop/s each, which is 2.6 million tokens/s (checked with P. Balaji's slide at SC'24, on glennklockwood.com);"
+        " FSDP that cuts"
         " optimizer states and gradients, a layer at a time, as the bucket has it; chunks of one layer (from memory)",
         "sync=1 precision=bf16-params home.parameters=device home.activations=device home.optimizer=device", 2.59e6,
     ),

@@ -44,9 +44,9 @@ def introduce(page: Page) -> None:
         f"What `plait plan` and its simulator say of training on up to {max(DENSE.sizes):,} GPUs. Nothing of it was"
         f" run: each number is computed by the script, from the closed forms and the cluster `{GPU}` of"
         " [cluster.md](cluster.md) (8 H100s a node, a 400 Gbit/s card for each, a network without bottleneck). They"
-        " meet Megatron-LM's runs on up to 2,520 A100s within 10%, and Llama 3's 8,192 tokens on 16,384 H100s within"
-        " 8% ([bench/published.md](bench/published.md)); of a mixture of experts Grok-1 on 2,048 H100s is predicted 38%"
-        " too slow. No run of more GPUs was there to hold them to."
+        " meet Megatron-LM's runs on up to 2,520 A100s within 10%, and, with the numbers of its GPUs of 700 W, Llama"
+        " 3's 8,192 tokens on 16,384 H100s within 1% ([bench/published.md](bench/published.md)); of a mixture of"
+        " experts Grok-1 on 2,048 H100s is predicted a third too slow. No run of more GPUs was there to hold them to."
     )
     rows = []
     for model in MODELS:

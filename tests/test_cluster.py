@@ -35,7 +35,7 @@ def text_of(name: str) -> str:
 
 def test_what_is_shipped() -> None:
     wanted = {"h100", "h200", "a100", "v100", "b200", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "rtx4090", "two-sites"}
-    assert wanted | {"cpu"} <= {*shipped()}
+    assert wanted | {"cpu", "h100-700w"} <= {*shipped()}
     assert find_cluster("h100").device.peak_of("bfloat16") == 989.4e12
     assert find_cluster("a100x1024").num_devices == 1024
 

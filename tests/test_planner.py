@@ -69,6 +69,13 @@ def test_all_plans_of_a_space_are_legal_and_say_what_they_are() -> None:
         assert again == replace(how, chunks=chunks, schedule=schedule)
 
 
+def test_many_microbatches_are_searched_where_they_have_few_rows() -> None:
+    space = PlanSpace(8, (2**16,), (8,), 8, (8,), 1, ("fp32",), False, Limits.parse("pipeline=2 tensor=1"))
+    assert {rows // how.batch // how.num_micro for rows, how in space.outlines() if how.num_micro > 128} == {1, 2, 4, 8}
+    named = PlanSpace(8, (2**16,), (8,), 8, (8,), 1, ("fp32",), False, Limits.parse("pipeline=2 tensor=1 micro=256"))
+    assert {how.num_micro for _, how in named.outlines()} == {256}
+
+
 def test_experts_are_spread_over_ranks_of_data() -> None:
     limits = Limits.parse("expert.capacity=1.25 micro=1 sync=1")
     space = PlanSpace(8, (16,), (8,), 2, (8,), 64, ("fp32",), False, limits, experts=4)

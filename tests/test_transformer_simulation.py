@@ -24,7 +24,7 @@ from plait.errors import ConfigError, PlanError
 from plait.plan.parallelism import FULL, Parallelism
 from plait.plan.plan import Plan
 from plait.plan.sharding_plan import ZERO_STAGES
-from plait.report.simulation_text import describe_step
+from plait.report.simulation_text import describe_step, shown_seconds
 from plait.spec.cluster import Cluster, DeviceSpec, LinkSpec
 from plait.spec.cluster_file import find_cluster
 
@@ -400,6 +400,23 @@ def test_a_layer_that_is_recomputed_sends_no_sum_again() -> None:
     assert step("data=8 zero=3 recompute=layer").estimate.sent == step("data=8 zero=3").estimate.sent
 
 
+def test_a_step_without_a_pipeline_has_a_trace_and_says_where_buckets_are_small() -> None:
+    """Sums of 25 MiB over 1,024 ranks are mostly latency."""
+    many, few = (step(f"data={n} zero=1 precision=bf16-params", n, find_cluster(f"h100x{n}")) for n in (1024, 8))
+    assert many.trace.seconds == pytest.approx(many.seconds)
+    assert {span.kind for span in many.trace.spans} == {"forward", "backward", "reduce", "optimizer"}
+    assert "bucket=" not in describe_step(few)
+    ((size, saved),) = re.findall(r"bucket=(\w+) would save (.*) of", describe_step(many))
+    larger = step(f"data=1024 zero=1 precision=bf16-params bucket={size}", 1024, find_cluster("h100x1024"))
+    assert saved == shown_seconds(many.seconds - larger.seconds)
+    assert larger.seconds < 0.5 * many.seconds
+
+
+def test_what_is_off_the_device_is_shown() -> None:
+    shown = describe_step(step("data=8 zero=1 home.optimizer=host", 64, find_cluster("h100x8")))
+    assert "copies to the host" in shown and "memory of a rank outside the device" in shown
+
+
 def test_a_shape_by_itself_on_the_command_line(tmp_path: Path) -> None:
     file = str(EXAMPLES / "shapes" / "llama3_70b.toml")
     plan = "data=2 tensor=8 pipeline=4 micro=32 precision=bf16-params zero=1 recompute=layer"
@@ -412,8 +429,8 @@ def test_a_shape_by_itself_on_the_command_line(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     CliRunner().invoke(app, ["simulate", file, "--plan", plan, "--cluster", "h100x64", "--html", str(page)])
     assert "pipeline=4" in page.read_text()
-    nothing = CliRunner().invoke(app, ["simulate", file, "--plan", "", "--cluster", "h100", "--html", str(page)])
-    assert nothing.exit_code == 2
+    drawn = CliRunner().invoke(app, ["simulate", file, "--plan", "", "--cluster", "h100", "--html", str(page)])
+    assert drawn.exit_code == 0 and "one device" in page.read_text()
 
 
 WHOLE = "[shape]\nlayers = 2\nhidden = 8\nheads = 2\nvocab = 9\nsequence = 4\n"

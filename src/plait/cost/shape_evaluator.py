@@ -9,7 +9,7 @@ from plait.cost.plan_evaluator import PlanEvaluator, Relief, RoughStep
 from plait.cost.rough_steps import least_on_device, rough_steps
 from plait.cost.transformer import TransformerShape
 from plait.cost.transformer_memory import kept_bytes, least_budget, logits_bytes, memory_of_rank
-from plait.cost.transformer_simulation import SimulatedStep, misses_by, program_in, simulate_step
+from plait.cost.transformer_simulation import BUCKETS, SimulatedStep, misses_by, program_in, simulate_step
 from plait.cost.transformer_step import CellTimes, StateTimes, cell_times, estimate_step, state_times
 from plait.plan.parallelism import ALTERNATE, BUDGET, FULL, NONE, Homes, Parallelism
 from plait.plan.plan import Plan
@@ -17,7 +17,6 @@ from plait.plan.plan_space import Limits, PlanSpace
 from plait.spec.cluster import Cluster
 
 _MOST_ACTIONS = 4_000  # of a schedule that is simulated whole
-_BUCKETS = (25 * 2**20, 5 * 2**20, 100 * 2**20, 400 * 2**20)  # the default first, which others must be better than
 _BUDGET_STEPS = 8  # halvings, in the search for the largest budget that fits
 
 
@@ -96,7 +95,7 @@ class ShapeEvaluator:
 
     def refine(self, how: Parallelism, rows: int, memory: float, limits: Limits) -> Parallelism:
         """The same plan with the best budget of recomputation and the best buckets."""
-        found = [replace(how, bucket=size) for size in limits.sizes("bucket") or _BUCKETS]
+        found = [replace(how, bucket=size) for size in limits.sizes("bucket") or BUCKETS]
         if how.recompute == FULL and limits.allow("recompute", "budget"):
             found += [budgeted for each in found if (budgeted := self._with_budget(each, rows, memory)) is not None]
         return min(found, key=lambda each: round(self._seconds(each, rows), 4))

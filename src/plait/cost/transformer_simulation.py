@@ -35,12 +35,13 @@ from plait.plan.sharding_plan import DEVICE, DISK, HOST
 from plait.schedule.families import make_schedule
 from plait.spec.cluster import Cluster
 from plait.spec.schedule import Schedule
-from plait.spec.trace import Trace
+from plait.spec.trace import Span, Trace
 
 # What lies between products is moved so often in torch's programs, as fitted to half of torchtitan's runs on H100s; its
 # runs on A100s, which it was not fitted to, are met with it too (docs/bench/published.md).
 _TRAFFIC = 5.75
 _MOST_ACTIONS = 1_000_000  # that are simulated: they take a minute
+BUCKETS = (25 * 2**20, 5 * 2**20, 100 * 2**20, 400 * 2**20)  # that are worth a try, the default first
 _CONTENTION = 0.15  # assumed: collectives take some of a GPU's multiprocessors, and of its memory's bandwidth
 
 
@@ -58,6 +59,8 @@ class SimulatedStep:
         costs: of the stages of the pipeline, if there is one.
         num_simulated: microbatches that were simulated: the first ones alone, if there are many.
         layers: of each stage of the pipeline.
+        shape: of the model.
+        forward: the fraction of compute and weights' sums that forwards are, without a pipeline.
     """
 
     plan: Plan
@@ -69,6 +72,8 @@ class SimulatedStep:
     costs: Costs | None = None
     num_simulated: int = 0
     layers: tuple[int, ...] = ()
+    shape: TransformerShape | None = None
+    forward: float = 1 / 3
 
     @cached_property
     def schedule(self) -> Schedule | None:
@@ -76,10 +81,26 @@ class SimulatedStep:
         return None if self.costs is None else _schedule(self.plan, self.num_simulated)
 
     @cached_property
-    def trace(self) -> Trace | None:
+    def trace(self) -> Trace:
         """The spans of the pipeline's ranks, without sums of gradients and updates, of the microbatches that were
-        simulated; None without a pipeline."""
-        return None if self.costs is None or self.schedule is None else simulate(self.schedule, self.costs)
+        simulated. Without a pipeline those of one rank, microbatches together, and what follows them."""
+        if self.costs is not None and self.schedule is not None:
+            return simulate(self.schedule, self.costs)
+        found, spans, now = self.estimate, list[Span](), 0.0
+        for kind, name, seconds in (
+            ("forward", "forward", found.compute * self.forward),
+            ("reduce", "weights' sums of forwards", found.weights * self.forward),
+            ("backward", "backward", found.compute * (1 - self.forward)),
+            ("reduce", "weights' sums of backwards", found.weights * (1 - self.forward)),
+            ("reduce", "gradients' sums that compute does not hide", found.data),
+            ("wait", "copies to the host that compute does not hide", found.copies),
+            ("optimizer", "update", found.optimizer),
+            ("reduce", "exchanges of replicas, for one step", found.exchanges),
+        ):
+            if seconds:
+                spans.append(Span(0, kind, name, now, now + seconds))
+                now += seconds
+        return Trace(tuple(spans), 1)
 
     @property
     def seconds(self) -> float:
@@ -191,7 +212,11 @@ def simulate_step(
     how = Parallelism.of(plan)
     if how.pipeline == 1:
         found = estimate_step(shape, how, rows, cluster, program)
-        return SimulatedStep(plan, cluster, rows, rows * shape.sequence, program.dtype, found)
+        cells = cell_times(shape, how, rows, cluster, program)
+        forward = cells.forward / cells.seconds
+        return SimulatedStep(
+            plan, cluster, rows, rows * shape.sequence, program.dtype, found, shape=shape, forward=forward
+        )  # fmt: skip
     check_shape(shape, how, rows, cluster, program)
     one = _schedule(plan, 1)  # a microbatch tells how many stages there are
     if one.asynchronous:
@@ -224,7 +249,26 @@ def simulate_step(
         host_memory=host_memory,
     )
     found = replace(found, exchanges=exchange_per_step(how, states.exchange, found.seconds))
-    return SimulatedStep(plan, cluster, rows, rows * shape.sequence, program.dtype, found, costs, num_simulated, layers)
+    return SimulatedStep(
+        plan, cluster, rows, rows * shape.sequence, program.dtype, found, costs, num_simulated, layers, shape
+    )  # fmt: skip
+
+
+def larger_buckets(step: SimulatedStep) -> tuple[int, float] | None:
+    """Buckets for sums of gradients that are larger than the plan's, and the seconds that they save in closed form;
+    None if they save less than a twentieth of the step."""
+    shape, plan = step.shape, step.plan
+    if shape is None:
+        return None
+    how, program = Parallelism.of(plan), program_of(plan)
+
+    def data(bucket: int) -> float:
+        return estimate_step(shape, how.having(bucket=bucket), step.rows, step.cluster, program).data
+
+    found = [(data(size), size) for size in (plan.bucket_bytes, *BUCKETS) if size >= plan.bucket_bytes]
+    seconds, size = min(found)
+    saved = found[0][0] - seconds
+    return (size, saved) if saved >= 0.05 * step.seconds else None
 
 
 @lru_cache(maxsize=64)

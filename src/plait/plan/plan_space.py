@@ -47,6 +47,8 @@ _HOMES = (
 )
 _PER_ELEMENT = {"none": (4.0, 8.0), "int8": (1 + 4 / 256, 12.0), "int4": (0.5 + 4 / 256, 12.0)}  # sent, and kept
 
+_MICRO_A_RANK = 64  # microbatches for each rank of a pipeline, unless they have few rows
+_FEW_ROWS = 8
 MOST_ROWS = 10**9  # of a global batch; more is a slip
 _MOST_SIZES = 10  # of the batch
 
@@ -242,15 +244,22 @@ class PlanSpace:
             for mesh in self._meshes:
                 if rows % mesh.batch:
                     continue
-                for num_micro in divisors(rows // mesh.batch):
-                    if not limits.allow("micro", num_micro) or (mesh.pipeline == 1 and num_micro > 64):
-                        continue
+                for num_micro in self._micro(rows // mesh.batch, mesh.pipeline):
                     for recompute in kinds:
                         for precision in precisions:
                             yield (
                                 rows,
                                 mesh.having(num_micro=num_micro, recompute=recompute, precision=precision),
                             )
+
+    def _micro(self, rows: int, pipeline: int) -> list[int]:
+        """Numbers of microbatches for so many rows of a rank. More than 64 for each rank of a pipeline leave less than
+        1/64 of a bubble, and are worth it only where a microbatch of few rows is what fits."""
+        found = [num for num in divisors(rows) if self.limits.allow("micro", num)]
+        if self.limits.names("micro"):
+            return [num for num in found if pipeline > 1 or num <= _MICRO_A_RANK]
+        few = _FEW_ROWS if pipeline > 1 else 0
+        return [num for num in found if num <= _MICRO_A_RANK * pipeline or rows <= few * num]
 
     def allows_budget(self, outline: Parallelism) -> bool:
         """Whether a plan that repeats whole layers may get a budget instead."""

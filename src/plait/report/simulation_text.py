@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from plait.cost.memory_model import human_bytes
-from plait.cost.transformer_simulation import SimulatedStep
+from plait.cost.transformer_simulation import SimulatedStep, larger_buckets
 from plait.errors import PlanError
+from plait.plan.key_values import Bytes
 from plait.spec.trace import Trace
 
 
@@ -21,19 +22,16 @@ def describe_step(step: SimulatedStep) -> str:
     lines += ["", f"step            {shown_seconds(step.seconds)}", f"tokens/s        {step.tokens_per_second:,.0f}"]
     lines.append(f"tokens/s/rank   {step.tokens_per_second / ranks:,.0f}")
     lines.append(f"MFU             {step.mfu:.1%} of {device.peak_of(step.dtype) / 1e12:.4g} Tflop/s")
+    if step.schedule is None:
+        lines.append(f"utilisation     {step.trace.utilisation():.1%}")
     if (price := step.dollars_per_million_tokens) is not None:
         lines.append(f"price           {price:.3g} USD a million tokens")
-    bubble = "bubble, messages" if step.schedule is not None else "bubble"
-    times = {
-        "compute": found.compute,
-        "weights' sums": found.weights,
-        bubble: found.messages + found.bubble,
-        "gradients' sums": found.data,
-        "update": found.optimizer,
-    }
     lines += ["", "time of the slowest rank"]
-    lines += time_lines(times, step.seconds)
-    if step.schedule is not None and step.trace is not None:
+    lines += time_lines(step.parts, step.seconds)
+    if (larger := larger_buckets(step)) is not None:
+        given, size = (Bytes().show(each) for each in (step.plan.bucket_bytes, larger[0]))
+        lines.append(f"  bucket={size} would save {shown_seconds(larger[1])} of gradients' sums, beside bucket={given}")
+    if step.schedule is not None:
         first = "" if step.num_simulated == step.plan.micro else f", of the first {step.num_simulated}"
         lines.append(
             f"  {step.schedule.name} on {step.schedule.num_ranks} ranks, {step.schedule.num_stages} stages,"
@@ -42,6 +40,9 @@ def describe_step(step: SimulatedStep) -> str:
     lines += ["", "memory of the fullest rank"]
     lines += [f"  {name:18} {human_bytes(value):>10}" for name, value in found.memory.items() if value]
     lines.append(memory_line(found.peak_memory, device.memory))
+    if found.host_memory:
+        lines += ["", "memory of a rank outside the device"]
+        lines += [f"  {name:18} {human_bytes(value):>10}" for name, value in found.host_memory.items() if value]
     lines += ["", "bytes that a rank sends in a step, by the level of the link"]
     lines += [f"  {level:18} {human_bytes(value):>10}" for level, value in found.sent.items()] or ["  none"]
     return "\n".join(lines)
@@ -49,7 +50,7 @@ def describe_step(step: SimulatedStep) -> str:
 
 def time_lines(times: Mapping[str, float], whole: float) -> list[str]:
     """A line for each of the times, with its fraction of the whole."""
-    return [f"  {name:18} {shown_seconds(value):>10}  {value / whole:6.1%}" for name, value in times.items() if value]
+    return [f"  {name:20} {shown_seconds(value):>8}  {value / whole:6.1%}" for name, value in times.items() if value]
 
 
 def memory_line(peak: float, room: float) -> str:
@@ -65,15 +66,13 @@ def check_step_page(path: Path | None) -> None:
         raise PlanError(f"cannot write --html {str(path)!r}: {why}; give a file in a folder that is there")
 
 
-def write_step_page(path: Path, plan: str, cluster: str, seconds: float, trace: Trace | None) -> None:
+def write_step_page(path: Path, plan: str, cluster: str, seconds: float, trace: Trace) -> None:
     """Write a self-contained HTML page with the swimlanes of the ranks, and the text above them as its title.
 
-    Raises PlanError if the plan has no pipeline, if plotly is not installed or if the file cannot be written.
+    Raises PlanError if plotly is not installed or if the file cannot be written.
     """
     from plait.report.swimlane import draw_swimlanes, page, write_page
 
-    if trace is None:
-        raise PlanError(f"the plan {plan!r} has no pipeline to draw; leave --html out, or add pipeline=")
     title = f"{plan} on {cluster}: {shown_seconds(seconds)} a step"
     write_page(path, page(draw_swimlanes(predicted=trace, unit="seconds"), title))
 
