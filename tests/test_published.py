@@ -211,8 +211,8 @@ def test_blind_rows(name: str, middle: float, worst: float) -> None:
     [
         ("DGX Cloud recipes, dense", 0.14, 0.22),  # as plait would run them, without NeMo's kernels
         ("DGX Cloud recipes, dense, with NeMo's kernels", 0.03, 0.11),
-        ("DGX Cloud recipes, Grok-1", 0.34, 0.35),  # plait sends whole rows from each rank that splits weights
-        ("DGX Cloud recipes, Grok-1, with NeMo's kernels", 0.25, 0.26),
+        ("DGX Cloud recipes, Grok-1", 0.35, 0.36),  # plait sends whole rows from each rank that splits weights
+        ("DGX Cloud recipes, Grok-1, with NeMo's kernels", 0.26, 0.27),
         ("Nemotron-4 340B, table 2", 0.055, 0.06),
         ("Nemotron-4 340B, table 2, with NeMo's kernels", 0.10, 0.10),
         ("MegaScale", 0.14, 0.18),

@@ -289,6 +289,17 @@ def test_an_update_takes_time_for_each_parameter_too(layers: int) -> None:
     assert after.seconds - before.seconds == pytest.approx(1e-3 * len([*model.parameters()]))
 
 
+@pytest.mark.parametrize(("plan", "sums"), [("data=2", 0), ("data=2 zero=1", 1), ("pipeline=2 micro=2", 1)])
+def test_clipping_reads_gradients_for_their_norm_and_writes_them(plan: str, sums: int) -> None:
+    """And squares of the parts of ranks are summed."""
+    text = {"x": torch.zeros(8, 16, dtype=torch.int64), "y": torch.zeros(8, 16, dtype=torch.int64)}
+    found = plait.simulate(BytesGPT(4, 32, 4, 16), loss_fn, text, plan, "h100", clip_norm=1.0, memory=False)
+    norms, clip, update = (call for call in found.program.updates[0] if isinstance(call, OpCall))
+    assert clip.num_bytes == 2 * norms.num_bytes == 2 * 4 * int(update.signature.split(" of ")[1].split()[0])
+    assert sum("squares" in call.signature for call in found.program.updates[0]) == sums
+    assert found.simulated.times["update"] > step(plan).simulated.times["update"]
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(PlanError, match="its replicas agree later; simulate the plan of one of them"):
         step("data=2 sync=8")

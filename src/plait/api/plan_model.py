@@ -56,6 +56,7 @@ def search(
     *,
     optimizer: OptimizerFactory = _ADAMW,
     layouts: Annotations | None = None,
+    clip_norm: float | None = None,
     memory: float | None = None,
     limits: str = "",
 ) -> list[Candidate]:
@@ -70,6 +71,7 @@ def search(
         cluster: a Cluster, or what `plait cluster show` takes: a name such as "h100x64", or a TOML file.
         optimizer: as the Trainer takes it.
         layouts: annotations of parameters by name pattern.
+        clip_norm: as the Trainer takes it.
         memory: bytes that a rank may take; by default 92% of those of a device.
         limits: what keys may be, such as "tensor=1..8 zero=1,3 sync=1".
 
@@ -79,7 +81,9 @@ def search(
     """
     where = find_cluster(cluster) if isinstance(cluster, str) else cluster
     rows = num_rows(batch)
-    evaluator = ModelEvaluator(model, loss_fn, lambda _: batch, rows, where, optimizer, layouts)
+    evaluator = ModelEvaluator(
+        model, loss_fn, lambda _: batch, rows, where, optimizer, layouts, clip_norm=clip_norm
+    )  # fmt: skip
     found = search_plans(evaluator, where, (rows,), Limits.parse(limits), memory)
     return list(found.fitting())
 
@@ -104,15 +108,23 @@ class ModelEvaluator:
         optimizer: OptimizerFactory = _ADAMW,
         layouts: Annotations | None = None,
         built: bool | None = None,
+        clip_norm: float | None = None,
     ) -> None:
         self.cluster = cluster
         self._make = functools.cache(
             lambda num: Simulator(
-                model, loss_fn, make_batch(num), cluster, optimizer=optimizer, layouts=layouts, built=built
+                model,
+                loss_fn,
+                make_batch(num),
+                cluster,
+                optimizer=optimizer,
+                layouts=layouts,
+                built=built,
+                clip_norm=clip_norm,
             )
         )
         self._on = lambda other: ModelEvaluator(
-            model, loss_fn, make_batch, rows, other, optimizer, layouts, built
+            model, loss_fn, make_batch, rows, other, optimizer, layouts, built, clip_norm
         )  # fmt: skip
         self._rows = rows
         batch = make_batch(rows)

@@ -17,9 +17,11 @@ from plait.compile.capture.capture import LossFn
 from plait.compile.ir.dtypes import dtype_named
 from plait.compile.rank_program import RankProgram
 from plait.compile.step_calls import gathers_after_update, step_program
-from plait.cost.step_program import OpCall, ProgramCall, StepProgram, moved_by
+from plait.cost.collective_time import CollectiveKind
+from plait.cost.step_program import AxisCollective, ProgramCall, CollectiveCall, OpCall, StepProgram, moved_by
 from plait.cost.step_simulation import StepSimulator, check_ranks
 from plait.engine.local_batch import batch_of_replica, num_rows, num_tokens
+from plait.engine.local_tensors import summed_square_axes
 from plait.engine.optimizer_step import StateEstimate
 from plait.engine.rank_optimizers import OptimizerFactory, make_optimizer
 from plait.engine.setup_checks import check_given, check_plan
@@ -45,6 +47,7 @@ def simulate(
     *,
     optimizer: OptimizerFactory = _ADAMW,
     layouts: Annotations | None = None,
+    clip_norm: float | None = None,
     memory: bool = True,
 ) -> StepPrediction:
     """Predict what a step on a global batch takes under a plan on a cluster.
@@ -60,6 +63,7 @@ def simulate(
         cluster: a Cluster, or what `plait cluster show` takes: a name such as "h100x64", or a TOML file.
         optimizer: as the Trainer takes it.
         layouts: annotations of parameters by name pattern.
+        clip_norm: as the Trainer takes it.
         memory: whether to predict the memory of each rank too, which takes as long again. It is not predicted of models
             with more than 16 equal layers, of which only a few are lowered.
 
@@ -67,7 +71,7 @@ def simulate(
     or with parameter servers, and for more ranks than the cluster has devices; ConfigError for a cluster that is not
     known.
     """
-    simulator = Simulator(model, loss_fn, batch, cluster, optimizer=optimizer, layouts=layouts)
+    simulator = Simulator(model, loss_fn, batch, cluster, optimizer=optimizer, layouts=layouts, clip_norm=clip_norm)
     return simulator.simulate(Plan.parse(plan) if isinstance(plan, str) else plan, memory)
 
 
@@ -85,8 +89,9 @@ class Simulator:
         optimizer: OptimizerFactory = _ADAMW,
         layouts: Annotations | None = None,
         built: bool | None = None,
+        clip_norm: float | None = None,
     ) -> None:
-        check_given(model, loss_fn, optimizer, None)
+        check_given(model, loss_fn, optimizer, clip_norm)
         if not num_rows(batch):
             raise BatchError("the batch has no rows: there is nothing to train on; give one with a row or more")
         self.cluster = find_cluster(cluster) if isinstance(cluster, str) else cluster
@@ -96,6 +101,7 @@ class Simulator:
         self._layers = equal_layers(model)
         self._batch = batch
         self._optimizer = optimizer
+        self._clip_norm = clip_norm
         self._steps = StepSimulator(self.cluster)
 
     def simulate(self, plan: Plan, memory: bool = True) -> StepPrediction:
@@ -128,11 +134,12 @@ class Simulator:
         layers = self._layers
         if layers is None or layers.number <= DEEP:
             return None
-        check_plan(plan, self._model, None)
+        check_plan(plan, self._model, self._clip_norm)
         return deep_program(layers, plan, self._described)
 
     def _described(self, number: int, plan: Plan) -> StepProgram:
-        return describe_program(self._estimator(number).program(plan), self._batch, self._optimizer)
+        program = self._estimator(number).program(plan)
+        return describe_program(program, self._batch, self._optimizer, self._clip_norm is not None)
 
     def _estimator(self, number: int) -> Estimator:
         if number not in self._estimators:
@@ -143,15 +150,18 @@ class Simulator:
         return self._estimators[number]
 
 
-def describe_program(program: RankProgram, batch: Any, optimizer: OptimizerFactory = _ADAMW) -> StepProgram:
-    """What the ranks of a compiled program issue in a step on a global batch, and in the update."""
+def describe_program(
+    program: RankProgram, batch: Any, optimizer: OptimizerFactory = _ADAMW, clips: bool = False
+) -> StepProgram:
+    """What the ranks of a compiled program issue in a step on a global batch, and in the update, which `clips` the
+    gradients to a norm."""
     plan = program.plan
     return step_program(
         program,
         eager_graphs(program),
         num_rows(batch),
         num_tokens(batch),
-        tuple(_update(program, place, optimizer) for place in range(_num_places(program))),
+        tuple(_update(program, place, optimizer, clips) for place in range(_num_places(program))),
         _bytes_of(batch_of_replica(batch, plan)) // plan.num_batch_parts,
     )
 
@@ -186,11 +196,38 @@ def update_call(program: RankProgram, place: int, optimizer: OptimizerFactory) -
     return OpCall(signature, "update", 0.0, float(moved), dtype, parameters=len(shapes))
 
 
-def _update(program: RankProgram, place: int, optimizer: OptimizerFactory) -> tuple[ProgramCall, ...]:
+def _update(program: RankProgram, place: int, optimizer: OptimizerFactory, clips: bool) -> tuple[ProgramCall, ...]:
     """The calls of an update on a rank at this place, and of what follows it."""
     own = update_call(program, place, optimizer)
     gathers = gathers_after_update(program, _coordinates(program, place))
-    return tuple(gathers) if own is None else (own, *moved_by(gathers, 1))
+    if own is None:
+        return tuple(gathers)
+    before = (*_clip(program, place), own) if clips else (own,)
+    sums = _sums_of_squares(program) if clips else ()
+    return (*before, *sums, *moved_by(gathers, len(before) + len(sums)))
+
+
+def _clip(program: RankProgram, place: int) -> tuple[OpCall, ...]:
+    """Clipping the gradients of a rank at this place, as calls: they are read for their norm, then read and written."""
+    shapes = local_shapes(program, place)
+    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
+    dtype = program.sharding.parameters[next(iter(shapes))].state.dtype
+    named = f"{len(shapes)} gradients of {size} bytes"
+    return tuple(
+        OpCall(f"{what}({named})", "update", 0.0, float(times * size), dtype)
+        for what, times in (("norms", 1), ("clip", 2))
+    )
+
+
+def _sums_of_squares(program: RankProgram) -> tuple[CollectiveCall, ...]:
+    """The sums over ranks that make the norm of all gradients from those of parts."""
+    trained = {output.name for output in program.captured.outputs if output.kind == "gradient"}
+    layouts = {name: each.state for name, each in program.sharding.parameters.items() if name in trained}
+    return tuple(
+        CollectiveCall(f"squares summed over {axis}", "update", (AxisCollective(CollectiveKind.ALL_REDUCE, axis, 8),),
+                       lane=axis, what="norm of gradients")
+        for group in sorted(set(summed_square_axes(layouts).values())) for axis in group
+    )  # fmt: skip
 
 
 def _coordinates(program: RankProgram, place: int) -> dict[str, int]:

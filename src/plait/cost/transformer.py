@@ -227,9 +227,10 @@ class TransformerShape:
             ends = 2 * self.hidden  # the residual stream before and behind the layer
             kept = sum(columns for _, columns in self._products[:-1:2]) + self.attention_width
             return HALF_BYTES * tokens * (ends + kept / weights)
-        whole, cut = self._whole_bytes(), self._cut_bytes(room)
+        whole, cut, arrived = self._whole_bytes(), self._cut_bytes(room), room * self._row_bytes
         scores = 5.0 * self.heads * self.sequence if self.stores_scores and recompute == NONE else 0.0
-        return tokens * ((whole / weights if sequence else whole) + (cut + scores) / weights)
+        whole += arrived  # the results of experts, beside the rows that they are computed from
+        return tokens * ((whole / weights if sequence else whole) + arrived + (cut + scores) / weights)
 
     @property
     def _products(self) -> list[tuple[int, int]]:
@@ -257,9 +258,14 @@ class TransformerShape:
         """Bytes per token within them: query, key, value and the result of attention; what the MLP keeps: the input and
         the result of its activation function, and with a gate the other factor and the product."""
         attention = HALF_BYTES * 2 * (self.attention_width + self.kv_width)
-        rows = self.hidden if self.num_experts > 1 else 0  # what a router sends an expert, and what comes back
-        mlp = self.experts_per_token * (self.inner * 2 * self.num_gates + 2 * rows)
+        mlp = self.experts_per_token * self.inner * 2 * self.num_gates
         return attention + HALF_BYTES * (room * mlp + self.shared_ffn * 2 * self.num_gates)
+
+    @property
+    def _row_bytes(self) -> int:
+        """Bytes per token of the rows that a router sends to experts, and of those that come back; each rank that
+        splits the experts' weights has them whole."""
+        return HALF_BYTES * self.experts_per_token * self.hidden if self.num_experts > 1 else 0
 
     def embedding_bytes(self, rows: float, pipeline: int, weights: int) -> float:
         """Bytes on the first stage beside the layers', with sequence parallelism: the masks of the dropout behind the

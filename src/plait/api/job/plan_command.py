@@ -122,7 +122,9 @@ def _of_job(config: Config, most_rows: int, find: Callable[[], Cluster]) -> Mode
             return own
         return map_batch(lambda _, leaf: _with_rows(leaf, rows), own)
 
-    return ModelEvaluator(model, loss_fn, batch_of, given, find(), optimizer_factory(config), config.layouts, True)
+    return ModelEvaluator(
+        model, loss_fn, batch_of, given, find(), optimizer_factory(config), config.layouts, True, config.train.clip_norm
+    )
 
 
 def _with_rows(leaf: Any, rows: int) -> Any:

@@ -73,8 +73,9 @@ def _simulate_job(config: Config, plan: Plan, cluster: Cluster) -> StepPredictio
     model, loss_fn = make_model_without_values(config)
     batch = first_batch(config, make_data(config))
     simulator = Simulator(
-        model, loss_fn, batch, cluster, optimizer=optimizer_factory(config), layouts=config.layouts, built=True
-    )
+        model, loss_fn, batch, cluster, optimizer=optimizer_factory(config), layouts=config.layouts, built=True,
+        clip_norm=config.train.clip_norm,
+    )  # fmt: skip
     return simulator.simulate(plan)
 
 
