@@ -23,10 +23,14 @@ from typing import Any
 
 import torch
 
+import plait
 from bench.harness import free_port, publish
 from bench.workloads import GLOBAL_BATCH, SEQUENCE, WORKLOADS, loss_fn, optimizer
 from plait import Plan, Trainer
 from plait.comm.process_world import process_world
+from plait.cost.transformer_states import Owned, exchange_time
+from plait.plan.parallelism import Parallelism
+from plait.spec.cluster import Cluster, DeviceSpec, LinkSpec
 
 RATES = ("", "1gbit", "100mbit")
 STEPS = 4
@@ -44,6 +48,10 @@ TEXT = """The small GPT, a global batch of 8 sequences of 128 bytes, so that wit
 rows; 2 cores, which 4 ranks share. Tokens a second, over those of torch DDP in the same round: median (min-max) of
 {rounds} rounds. To reach at 100 Mbit/s and 2 ranks: DiLoCo 8, compress=powersgd:2 6. No strategy can do more than ranks
 that never exchange anything, which is one of the rows."""
+ALONE = "no exchange at all"
+PREDICTED = """Tokens a second, predicted over measured: what ranks without any exchange take is measured, and what
+others send and what that takes on such a link is predicted, and below it what the planner takes for the fastest plan.
+No strategy can be faster than ranks without exchange: where one was measured so, that is the machine."""
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "slow-links"
 
 
@@ -64,6 +72,7 @@ def main() -> None:
     for num in given.ranks:
         rows = ["| | " + " | ".join(rate or "unshaped" for rate in RATES) + " |", "| --- " * (len(RATES) + 1) + "|"]
         cells: dict[str, list[str]] = {name: [] for name in CONTENDERS}
+        speeds: dict[str, dict[str, float]] = {rate: {} for rate in RATES}
         for rate in RATES:
             subprocess.run([SCRIPT, "up", str(num), *([rate] if rate else [])], check=True)
             try:
@@ -73,13 +82,55 @@ def main() -> None:
             for name, column in cells.items():
                 ratios = [each["torch DDP"] / each[name] for each in rounds]
                 rate_of = GLOBAL_BATCH * SEQUENCE / statistics.median(each[name] for each in rounds)
+                speeds[rate][name] = rate_of
                 column.append(
                     f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}), {rate_of:,.0f}/s"
                 )
                 print(num, rate or "unshaped", name, column[-1], flush=True)
         rows += [f"| {name} | {' | '.join(column)} |" for name, column in cells.items()]
         parts.append(f"## {num} ranks\n\n" + "\n".join(rows))
+        parts.append(f"### {num} ranks, predicted\n\n{PREDICTED}\n\n" + "\n".join(predicted_rows(num, speeds)))
     publish("Slow links", "\n\n".join(parts), "slow_links", given.write)
+
+
+def cluster_of(num: int, rate: str, tokens_per_second: float) -> Cluster:
+    """So many ranks with a core each over links of a rate, which without exchanges have so many tokens per second."""
+    bandwidth = {"1gbit": 125e6, "100mbit": 12.5e6}[rate]
+    device = DeviceSpec("core", (("float32", 1e11),), 1e10, 1e10, overlaps=False)
+    workload, free = WORKLOADS["small"], LinkSpec("site", 0.0, 1e10)
+    cluster = Cluster("namespaces", num, device, (free,))
+    one = plait.simulate(workload.model(), loss_fn, workload.batch(), f"data={num}", cluster, memory=False).seconds
+    scaled = dataclasses.replace(device, in_step=GLOBAL_BATCH * SEQUENCE / tokens_per_second / one)
+    return dataclasses.replace(cluster, device=scaled, links=(LinkSpec("site", 1e-4, bandwidth),))
+
+
+def predicted_rows(num: int, speeds: dict[str, dict[str, float]]) -> list[str]:
+    """A table of predicted over measured tokens a second, by strategy and rate, and of the planner's plans."""
+    rates = [rate for rate in RATES if rate]
+    rows = ["| | " + " | ".join(rates) + " |", "| --- " * (len(rates) + 1) + "|"]
+    clusters = {rate: cluster_of(num, rate, speeds[rate][ALONE]) for rate in rates}
+    workload = WORKLOADS["small"]
+    model, batch = workload.model(), workload.batch()
+    for name, text in CONTENDERS.items():
+        plan = Plan.parse(text.format(n=num)) if text else None
+        if plan is None or name == ALONE or (plan.relaxed_axis and plan.sync == 1):
+            continue  # gradients that are compressed at each step take time of the cores, which is not predicted
+        cells = []
+        for rate in rates:
+            seconds = GLOBAL_BATCH * SEQUENCE / speeds[rate][ALONE]
+            if plan.relaxed_axis:
+                assert isinstance(plan.sync, int)
+                own = Owned(sum(p.numel() for p in model.parameters()))
+                seconds += exchange_time(own, Parallelism.of(plan), clusters[rate]) / plan.sync
+            else:
+                seconds = plait.simulate(model, loss_fn, batch, plan, clusters[rate], memory=False).seconds
+            said = GLOBAL_BATCH * SEQUENCE / seconds
+            cells.append(f"{said:,.0f} / {speeds[rate][name]:,.0f}: {said / speeds[rate][name] - 1:+.0%}")
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    picked = [
+        plait.search(model, loss_fn, batch, cluster, optimizer=optimizer)[0].plan for cluster in clusters.values()
+    ]
+    return [*rows, f"| the planner's | {' | '.join(f'`{plan}`' for plan in picked)} |"]
 
 
 def rounds_of(num: int, rounds: int) -> list[dict[str, float]]:
