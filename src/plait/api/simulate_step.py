@@ -18,7 +18,7 @@ from plait.compile.ir.dtypes import dtype_named
 from plait.compile.rank_program import RankProgram
 from plait.compile.step_calls import gathers_after_update, step_program
 from plait.cost.collective_time import CollectiveKind
-from plait.cost.step_program import AxisCollective, ProgramCall, CollectiveCall, OpCall, StepProgram, moved_by
+from plait.cost.step_program import AxisCollective, CollectiveCall, OpCall, ProgramCall, StepProgram, moved_by
 from plait.cost.step_simulation import StepSimulator, check_ranks
 from plait.engine.local_batch import batch_of_replica, num_rows, num_tokens
 from plait.engine.local_tensors import summed_square_axes
@@ -225,7 +225,7 @@ def _sums_of_squares(program: RankProgram) -> tuple[CollectiveCall, ...]:
     layouts = {name: each.state for name, each in program.sharding.parameters.items() if name in trained}
     return tuple(
         CollectiveCall(f"squares summed over {axis}", "update", (AxisCollective(CollectiveKind.ALL_REDUCE, axis, 8),),
-                       lane=axis, what="norm of gradients")
+                       stream=axis, what="norm of gradients")
         for group in sorted(set(summed_square_axes(layouts).values())) for axis in group
     )  # fmt: skip
 
