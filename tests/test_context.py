@@ -449,3 +449,21 @@ def test_a_spec_that_names_nothing_is_refused() -> None:
 def test_a_batch_without_a_sequence_is_refused() -> None:
     with pytest.raises(PlanError, match="context=2 finds no sequence in the batch.*batch_spec"):
         plait.verify(nn.Linear(4, 4), lambda m, x: m(x).square().mean(), torch.randn(4, 4), "context=2")
+
+
+class Halves(nn.Module):
+    """Products that read a part of what one product gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.up(x).chunk(2, -1)
+        return self.down(gate) + self.down(value)  # type: ignore[no-any-return]
+
+
+def test_products_of_parts_of_a_product_without_a_sequence() -> None:
+    batch = torch.randn(6, 8, dtype=torch.float64)
+    report = plait.verify(Halves().double(), lambda m, x: m(x).square().mean(), batch, "tensor=2 sequence=yes")
+    assert report.ok, report

@@ -121,11 +121,16 @@ def _inputs_before_weights(graph: Graph) -> None:
     for node in list(graph.nodes):
         if is_forward(node) or not _multiplies(node) or not only_leaves(node):
             continue
-        for gradient in (tensor_inputs(i)[0] if is_view(i) else i for i in tensor_inputs(node)):
+        for gradient in (_viewed(each) for each in tensor_inputs(node)):
             for other in list(gradient.users):
                 later = _multiplies(other) and place[other] > place[node] and not only_leaves(other)
                 if later and all(place[source] < place[node] for source in other.all_input_nodes):
                     node.prepend(other)
+
+
+def _viewed(node: Node) -> Node:
+    """What a node is a view of; the node itself if it is none, or made of numbers."""
+    return next(iter(tensor_inputs(node)), node) if is_view(node) else node
 
 
 def _multiplies(node: Node) -> bool:
