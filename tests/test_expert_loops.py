@@ -310,6 +310,24 @@ def test_experts_that_are_modules_are_computed_together(loop: Callable[..., Tens
     assert_verified(loop, "data=2", "data=2 zero=3 micro=2", "expert=2")
 
 
+class OneEach(Modules):
+    def forward(self, x: Tensor) -> Tensor:
+        top, ids = self.gate(x).softmax(-1).topk(1, -1)
+        return self.loop(self, x, top, ids, torch.zeros_like(x))
+
+
+def test_no_stage_begins_between_tokens_and_their_experts() -> None:
+    """The way back of gradients was in the stage before, which took as many rows as without an exchange."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), OneEach(hit), nn.Linear(WIDTH, 4)).double()
+    model[1].gate.bias.data[0] += 1  # so that ranks have unequal numbers of rows
+    verifier = plait.Verifier(model, loss_fn, torch.randn(8, WIDTH, dtype=torch.float64))
+    report = verifier.verify("pipeline=2 expert=2")
+    assert report.ok, report
+    with pytest.raises(PlanError, match=r"cut=1.experts.0 begins a stage between calls that must be on one"):
+        verifier.verify("pipeline=2 expert=2 cut=1.experts.0")
+
+
 def test_inside_experts_that_are_modules_columns_and_rows_are_split() -> None:
     plans = "tensor=2", "expert=2 tensor=2", "data=2 tensor=2 zero=3"
     assert_verified(each_in_its_place, *plans)

@@ -75,6 +75,12 @@ def place_in_stages(
         what = f"the step can be cut at {len(free)} positions, which is too few for {num_stages} stages"
         why = "the calls that read a buffer must be on the stage that changes it"
         raise PlanError(Refusal(what, why, f"use {len(free) + 1} stages or fewer"))
+    if plan.cut and settled is None and allowed is not None:
+        within = [name for name, places in zip(plan.cut, allowed, strict=True) if whole.intersection(places or ())]
+        if within:
+            what = f"cut={','.join(within)} begins a stage between calls that must be on one"
+            why = "they are of one buffer, or of tokens and the experts to which ranks of expert= exchange them"
+            raise PlanError(Refusal(what, why, "begin it with a module before or behind these"))
     if whole:
         allowed = [free if each is None else sorted({*each} - whole) for each in allowed or [None] * (num_stages - 1)]
     found = choose_cut(items, flows, num_stages, allowed, copies=copies)
@@ -303,7 +309,7 @@ def _whole_items(graph: Graph, outputs: Sequence[Output], first_places: Sequence
         join([*(u for u in node.users if u.op == "call_function" and not is_backward(u)), result])
     for node in graph.nodes:
         if op_spec_of(node).ties:
-            join([node, *(u for u in node.users if not is_backward(u))])
+            join([node, *(u for u in node.users if u.op == "call_function")])
     return found
 
 
