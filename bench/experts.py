@@ -115,30 +115,36 @@ def first_steps(step: Step) -> list[float]:
     return [float(step()) for _ in range(3)]
 
 
+def count_all_to_alls(comm: Any) -> Callable[[], int]:
+    """Count the bytes that the all-to-alls of a group of threads send from now on. Returns a function that gives their
+    number."""
+    sent = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nonlocal sent
+            before = comm.links.total()
+            found = function(*args).wait()
+            sent += comm.links.total() - before
+            return Done(found)
+
+        return call
+
+    for name in ("all_to_all", "all_to_all_rows"):
+        setattr(comm, name, counted(getattr(comm, name)))
+    return lambda: sent
+
+
 def sent_bytes(form: str, size: int) -> int:
-    """The bytes of all ranks in all-to-alls of a step, counted by the links between ranks as threads."""
+    """The bytes of all ranks in all-to-alls of a step."""
     models = [model(form) for _ in range(size)]
     plan = Plan.parse(f"expert={size}")
 
     def rank(world: World) -> int:
         trainer = Trainer(models[world.rank], loss_fn, optimizer, plan, world=world)
-        comm: Any = world.comm("expert")
-        sent = 0
-
-        def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any) -> Any:
-                nonlocal sent
-                before = comm.links.total()
-                found = function(*args).wait()
-                sent += comm.links.total() - before
-                return Done(found)
-
-            return call
-
-        for name in ("all_to_all", "all_to_all_rows"):
-            setattr(comm, name, watched(getattr(comm, name)))
+        sent = count_all_to_alls(world.comm("expert"))
         trainer.step(batch())
-        return sent
+        return sent()
 
     return sum(run_ranks(plan.mesh, rank))
 

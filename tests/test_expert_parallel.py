@@ -14,10 +14,10 @@ from checkpointing import ADAMW, assert_same_state, on, whole_state
 from torch import Tensor, nn
 
 import plait
+from bench.experts import count_all_to_alls
 from plait.api.job.gpt import loss_fn as text_loss
 from plait.api.job.report_command import write_report
 from plait.api.verify import verify
-from plait.comm.group import Done
 from plait.comm.protocol import World
 from plait.comm.thread_world import run_ranks
 from plait.compile.ir.node_info import phase_of
@@ -254,23 +254,9 @@ def test_all_to_alls_send_the_rows_that_routers_send_elsewhere(plan: str) -> Non
 
     def rank(world: World) -> int:
         trainer = plait.Trainer(compiler.model, loss_fn, ADAMW, chosen, world=world, compiler=compiler)
-        comm: Any = world.comm("expert")
-        sent = 0
-
-        def counted(function: Any) -> Any:
-            def call(*args: Any) -> Done:
-                nonlocal sent
-                before = comm.links.total()
-                found = function(*args).wait()
-                sent += comm.links.total() - before
-                return Done(found)
-
-            return call
-
-        for name in ("all_to_all", "all_to_all_rows"):
-            setattr(comm, name, counted(getattr(comm, name)))
+        sent = count_all_to_alls(world.comm("expert"))
         trainer.step(batch())
-        return sent
+        return sent()
 
     size, mesh = chosen.mesh.axis_size("expert"), chosen.mesh
     groups, tensor = mesh.axis_size("data"), mesh.axis_size("tensor")

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_empty_rounds import by_numel
+from test_expert_loops import hit
 from torch import Tensor, nn
 
 import plait
@@ -40,23 +42,6 @@ class Mixture(nn.Module):
         top, ids = scores.softmax(-1).topk(2, -1)
         x = self.first(x)
         return x + self.loop(self, x, top, ids, torch.zeros_like(x))
-
-
-def every(m: Mixture, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
-    for number, expert in enumerate(m.experts):
-        token, place = torch.where(ids == number)
-        if token.numel() == 0:
-            continue
-        out[token] += top[token, place, None] * expert(x[token])
-    return out
-
-
-def hit(m: Mixture, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
-    mask = F.one_hot(ids, EXPERTS).permute(2, 1, 0)
-    for number in (mask.sum((-1, -2)) > 0).nonzero():
-        place, token = torch.where(mask[number].squeeze(0))
-        out.index_add_(0, token, m.experts[number](x[token]) * top[token, place, None])
-    return out
 
 
 def by_count(m: Mixture, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
@@ -128,7 +113,7 @@ def verifier(loop: Callable[..., Tensor]) -> plait.Verifier:
 LAST = {f"experts.3.{name}" for name in ("0.weight", "0.bias", "2.weight", "2.bias")}
 
 
-@pytest.mark.parametrize("loop", [every, hit, by_count, apart, masked])
+@pytest.mark.parametrize("loop", [by_numel, hit, by_count, apart, masked])
 def test_what_may_have_no_gradient_is_known(loop: Callable[..., Tensor]) -> None:
     names = set(capture(made(loop), loss_fn, batch()).left_out.names)
     every_one = {name for name, _ in made(loop).named_parameters() if name.startswith("experts")}
@@ -156,7 +141,7 @@ def test_zeros_that_one_device_has_stay(loop: Callable[..., Tensor]) -> None:
     ],
 )  # fmt: skip
 def test_an_optimizer_passes_over_experts_without_rows(plan: str) -> None:
-    report = verifier(every).verify(plan)
+    report = verifier(by_numel).verify(plan)
     assert report.ok, report
 
 
@@ -166,7 +151,7 @@ def test_gradients_come_and_go(plan: str) -> None:
     batches = [[batch(3, 1)], [batch(0, 2)], [batch(0, 3), batch(2, 4)], [batch(1, 5), batch(0, 6)], [batch(0, 7)]]
     if "home" in plan:  # where gradients of several batches are not added up
         batches = [each[:1] for each in batches]
-    model, wanted = made(every), []
+    model, wanted = made(by_numel), []
     optimizer = ADAMW(model.parameters())
     for each in batches:
         optimizer.zero_grad()
@@ -176,7 +161,7 @@ def test_gradients_come_and_go(plan: str) -> None:
         optimizer.step()
     assert wanted[1] == wanted[0] - LAST
     chosen = Plan.parse(plan)
-    compiler = Compiler(Captures(made(every), loss_fn), chosen)
+    compiler = Compiler(Captures(made(by_numel), loss_fn), chosen)
 
     def rank(world: Any) -> tuple[list[set[str]], dict[str, Tensor]]:
         trainer = plait.Trainer(compiler.model, loss_fn, ADAMW, chosen, world=world, compiler=compiler)
@@ -203,7 +188,7 @@ def test_outputs_are_those_of_the_loss() -> None:
         return out.square().mean(), {"largest": plait.Max(out.max())}
 
     for loss, names in ((with_outputs, ["largest"]), (loss_fn, None)):
-        trainer = plait.Trainer(made(every), loss, ADAMW, "micro=2")
+        trainer = plait.Trainer(made(by_numel), loss, ADAMW, "micro=2")
         found = trainer.step(batch())
         assert (list(found[1]) if isinstance(found, tuple) else None) == names
         trainer.close()
@@ -223,6 +208,6 @@ def test_outputs_are_those_of_the_loss() -> None:
 def test_updates_that_need_all_gradients_are_refused(plan: str, why: str) -> None:
     match = rf"experts.0.0.weight has no gradient in a step that leaves out its part of the model.*{why}"
     with pytest.raises(PlanError, match=match):
-        plait.verify(made(every), loss_fn, batch(), plan)
+        plait.verify(made(by_numel), loss_fn, batch(), plan)
     report = plait.verify(made(without_question), loss_fn, batch(), plan) if "pipedream" in plan else None
     assert report is None or report.ok

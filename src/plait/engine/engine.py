@@ -280,9 +280,8 @@ class Engine:
     def _without_left_out(self, result: StepResult) -> StepResult:
         """The result, without gradients of parameters of parts of the model that the step has left out."""
         executor, replicas, left_out = self.executor, self.state.replicas, frozenset[str]()
-        alone = (
-            replicas is not None and replicas.local is not None
-        )  # each replica gives zeros, so that all have moments
+        # Replicas that update alone give zeros, so that all have the same moments to average.
+        alone = replicas is not None and replicas.local is not None
         if result.counts and isinstance(executor, RankExecutor) and not alone:
             ran = executor.left_out.ran(result.counts)
             if replicas is not None:  # gradients are means over replicas

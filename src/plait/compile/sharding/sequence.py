@@ -50,12 +50,10 @@ def constrain_sequence(
         if leaf.name in dims:
             for value, part in _divisible(leaf, dims[leaf.name], size, blocks):
                 fixed[_constrain(graph, value)] = part
-    for leaf in placeholders(graph):
-        if leaf.name in dims and divides(
-            tuple(leaf.meta["val"].shape), _part(leaf, dims[leaf.name], size, blocks), size
-        ):
-            for value in _looked_up(leaf):
-                fixed[_constrain(graph, value)] = _part(leaf, dims[leaf.name], size, blocks)
+    for leaf in (each for each in placeholders(graph) if each.name in dims):
+        part = _part(leaf, dims[leaf.name], size, blocks)
+        if divides(tuple(leaf.meta["val"].shape), part, size):
+            fixed.update((_constrain(graph, value), part) for value in _looked_up(leaf))
     return fixed
 
 

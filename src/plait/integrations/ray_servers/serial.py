@@ -38,9 +38,8 @@ class SerialServers:
         self.now = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.server = make_optimizer(job.server_optimizer, list(self.now.items()))
         self.handout = WorkQueue(0, job.num_parts, job.steps_each)
-        self.tasks: dict[int, list[tuple[int, ServedTensors, int]]] = {
-            w: [] for w in range(num)
-        }  # version, values, piece
+        # Of each worker, the version, values and part of the data of its tasks.
+        self.tasks: dict[int, list[tuple[int, ServedTensors, int]]] = {w: [] for w in range(num)}
         self.clocks = dict.fromkeys(range(num), 0)
         self.errors: dict[tuple[int, str], Tensor] = {}
         self.factors: list[dict[str, Tensor]] = [{} for _ in range(num)]
