@@ -223,6 +223,29 @@ def test_an_optimizer_of_bfloat16_is_tried_without_its_rounding(make: type, fuse
         assert depends_on_the_cut(optimizer, optimizer.param_groups[0], ndim) == ""
 
 
+def test_trials_are_shared_by_torchs_optimizers_with_the_same_options() -> None:
+    class AdamW(torch.optim.AdamW):
+        """Another of the same name, which updates each element by all."""
+
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                p.data.sub_(p.grad.mean())
+
+    def why(make: Any, **options: Any) -> str:
+        optimizer = make([nn.Parameter(torch.ones(4, 6))], **options)
+        return depends_on_the_cut(optimizer, optimizer.param_groups[0], 2)
+
+    def steps(make: Any, **options: Any) -> int:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+            why(make, **options)
+        return sum(each.count for each in found.key_averages() if each.key.startswith("Optimizer.step"))
+
+    assert steps(torch.optim.AdamW, eps=1e-3) > 0
+    assert steps(torch.optim.AdamW, eps=1e-3) == 0
+    assert steps(torch.optim.AdamW, eps=1e-4) > 0
+    assert why(AdamW, eps=1e-3) and not why(torch.optim.AdamW, eps=1e-3)
+
+
 class Following:
     """A loss with a centre of its own that follows the outputs."""
 

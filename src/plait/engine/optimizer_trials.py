@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from plait.comm.device import is_host
 from plait.comm.hidden_group import without_process_group
 from plait.compile.capture.fake_parameters import is_real
+from plait.compile.ir.shapes import frozen
 from plait.engine.local_tensors import LaidOutParts
 from plait.optim.adafactor import Adafactor
 from plait.optim.combined import CombinedOptimizer, each_parameter, optimizers_within
@@ -37,6 +38,8 @@ _TRIED = (4, 6, 2, 2, 2, 2)  # shape of the tensors that an optimizer is tried o
 # Scales of their gradients, step by step: at some of them a limit on updates takes effect, or what earlier steps left.
 _SCALES = (1.0, 1.0, 100.0, 1.0, 0.01, 1.0, 1.0, 1.0)
 _APART = "updates an element by the values of other elements, or of other tensors"
+
+_shared: dict[Any, str] = {}  # the results of trials, by all that they depend on
 
 # By optimizer: the meta tensors, by name, that it was given for the parameters of other ranks.
 _absent: WeakKeyDictionary[torch.optim.Optimizer, dict[str, nn.Parameter]] = WeakKeyDictionary()
@@ -134,7 +137,31 @@ def _like(tried: tuple[int, ...], layout: Layout) -> Layout | None:
 
 
 def depends_on_the_cut(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], ndim: int) -> str:
-    """Why the optimizer may update a tensor differently from its halves; empty if a trial shows that it does not."""
+    """Why the optimizer may update a tensor differently from its halves; empty if a trial shows that it does not.
+
+    Ranks and trainers share the trials of torch's own optimizers with the same options."""
+    key = _shared_trial(optimizer, group, ndim)
+    if key is None:
+        return _try_halves(optimizer, group, ndim)
+    if key not in _shared:
+        _shared[key] = _try_halves(optimizer, group, ndim)
+    return _shared[key]
+
+
+def _shared_trial(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], ndim: int) -> Any:
+    """All that the trial depends on, of an optimizer of torch; None for others, and for options that are tensors."""
+    kind = type(optimizer)
+    if getattr(torch.optim, kind.__name__, None) is not kind or optimizer in _constructed:
+        return None
+    options = {key: value for key, value in group.items() if key != "params"}
+    numbers = (each for value in options.values() for each in (value if isinstance(value, tuple) else (value,)))
+    if not all(isinstance(each, (int, float, str, type(None))) for each in numbers):
+        return None
+    return (kind, group["params"][0].device, ndim, frozen(options, id))
+
+
+def _try_halves(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], ndim: int) -> str:
+    """The trial of `depends_on_the_cut`."""
 
     def trial(dtype: torch.dtype) -> _Trial:
         start, gradients = _samples(group["params"][0], ndim, dtype)
