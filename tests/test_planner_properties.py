@@ -214,3 +214,17 @@ def test_a_device_that_is_slower_is_not_chosen_for_speed() -> None:
     assert scores[1] >= scores[0]
     with pytest.raises(PlanError, match="no plan fits"):
         search(ShapeEvaluator(DENSE, where), where, (ROWS,), Limits.parse("sync=1"), 1e6).fitting()
+
+
+def test_pipelines_with_fewer_microbatches_than_ranks_are_no_better_than_they_are_simulated() -> None:
+    shape = TransformerShape(80, 8192, 64, 128256, 8192, kv_heads=8, ffn=28672, gated=True, stores_scores=False)
+    where = find_cluster("h100x512")
+    limits = Limits.parse(
+        "sync=1 tensor=4 context=2 sequence=yes pipeline=2..8 schedule=1f1b,interleaved recompute=none zero=1..3"
+        " precision=bf16-params home.parameters=device home.optimizer=device"
+    )
+    found = search(ShapeEvaluator(shape, where), where, (64,), limits)
+    best = found.best[0]
+    assert str(best.plan).startswith("pipeline=8 ") and "chunks=10" in str(best.plan)  # stages of one layer each
+    assert all(each.plan.micro >= each.plan.mesh.axis_size("pipeline") for each in found.best[:3])
+    assert all(each.seconds >= best.step.seconds for each in found.lost)

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from plait.cost.costs import Costs
+from plait.cost.parallel_forms import schedule_wait
 from plait.cost.schedule_times import schedule_times
 from plait.cost.simulate import simulate
 from plait.errors import PlanError
@@ -37,3 +38,14 @@ def test_times_are_those_of_the_trace(name: str, chunks: int | None) -> None:
 def test_a_schedule_that_does_not_exist() -> None:
     with pytest.raises(PlanError, match="did you mean zb-h2 or zb-h1"):
         schedule_times("zb-h9", 2, 4, None, Costs.equal(2))
+
+
+def test_closed_forms_of_bubbles_are_those_of_schedules_with_few_microbatches_too() -> None:
+    chunks = {"interleaved": 4, "looped-bfs": 2, "zb-v": 2, "dualpipe-v": 2}
+    for name in ("1f1b", "gpipe", "zb-h1", "zb-h2", *chunks):
+        for ranks, num_micro in ((2, 1), (2, 5), (4, 1), (4, 2), (4, 6), (4, 16), (8, 3), (8, 8), (8, 20)):
+            each, times = chunks.get(name, 1), (1.0, 1.2, 0.8)
+            split = (tuple(seconds / each for _ in range(each * ranks)) for seconds in times)
+            made = schedule_times(name, ranks, num_micro, each if each > 1 else None, Costs(*split))
+            closed = num_micro * sum(times) + schedule_wait(name, ranks, num_micro, each, *times)
+            assert closed == pytest.approx(made.seconds, rel=0.05), (name, ranks, num_micro)

@@ -100,17 +100,27 @@ def schedule_wait(
     schedule: str, ranks: int, num_micro: int, chunks: int, forward: float, inputs: float, weight: float
 ) -> float:
     """Seconds of the bubble of a schedule by its name, for `forward`, `inputs` and `weight` seconds of a microbatch on
-    a rank; 1F1B's for a schedule that has no closed form."""
-    whole, ahead = forward + inputs + weight, ranks - 1
+    a rank; 1F1B's for a schedule that has no closed form.
+
+    Chunks and weight parts fill a bubble only as far as there are microbatches: one goes through all ranks whatever the
+    schedule. tests/test_cost.py holds these to simulated schedules."""
+    whole, ahead, more = forward + inputs + weight, ranks - 1, num_micro - 1
+    few = ahead * (forward + inputs)  # of one microbatch, whose last weight part is all that is left at its end
     if schedule == "naive":
         return ahead * num_micro * whole
     if schedule == "zb-h1":
-        return ahead * max(forward + inputs - weight, 0.0)
-    if schedule == "zb-h2":  # its forwards ahead fill the bubble, if there are as many
-        return ahead * max(forward + inputs - 2 * weight, 0.0) if num_micro >= 2 * ranks - 1 else ahead * whole / 2
+        return max(few - min(more, ahead) * weight, 0.0)
+    if schedule == "zb-h2":  # the last rank begins after the forwards of all others
+        full = ahead * max(forward, forward + inputs - 2 * weight)
+        return max(few - (weight + (num_micro / 2 - 1) * inputs if more else 0.0), full)
     if schedule in ("zb-v", "dualpipe-v"):
-        return ahead * max(forward + inputs - 2 * weight, whole / 6) / (1 if num_micro >= 2 * ranks - 1 else 0.5)
-    return ahead / chunks * whole
+        few += ahead * weight / 2 if schedule == "dualpipe-v" else 0.0  # its ranks take a backward whole at first
+        return max(few - more * forward, ahead * max(forward + inputs - 2 * weight, whole / 6))
+    idle = max(ranks - num_micro, 0)  # ranks that no microbatch is for, at any time
+    wait = (idle + (ahead - idle) / chunks) * whole
+    if schedule == "interleaved" and not idle:  # chunks take turns in rounds of as many microbatches as ranks
+        wait += -num_micro % ranks * (1 - 1 / chunks) * (inputs + weight)
+    return wait
 
 
 def schedule_activations(schedule: str, ranks: int, num_micro: int, chunks: int = 1) -> float:

@@ -72,6 +72,8 @@ def search(
             if judge.num < enough:  # a plan that is refused leaves its place to another
                 tell("simulated", judge.num, of)
                 judge.judge(step.choice.how, each)
+    for _, each, step in kept.named.values():
+        judge.judge(step.choice.how, each)  # one of which may be better than its closed form says
     tell("simulated", of, of)
     ranked = judge.ranked()
     if not ranked:
@@ -150,9 +152,14 @@ class _Judge:
         return self._found[key]
 
     def ranked(self) -> list[Candidate]:
-        """What fits, best first; of equals the one that takes less memory, and then the shorter line."""
+        """What fits, best first; of equals the one with all on the device, less memory, and then the shorter line."""
+
+        def order(each: Candidate) -> tuple[object, ...]:
+            away, line = Parallelism.of(each.plan).homes.any_away, str(each.plan)
+            return -each.score, away, each.step.size, len(line), line
+
         fits = [each for each in self._found.values() if each is not None and each.step.misses_by(self.memory) <= 0]
-        return sorted(fits, key=lambda each: (-each.score, each.step.size, len(str(each.plan)), str(each.plan)))
+        return sorted(fits, key=order)
 
 
 def _one_a_mesh(ranked: Sequence[Candidate]) -> list[Candidate]:

@@ -34,6 +34,7 @@ SEARCHED_KEYS = (
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 _CHUNKS = {"interleaved": (2, 3, 4, 5, 6, 8), "looped-bfs": (2, 4), "zb-v": (2,), "dualpipe-v": (2,)}
+_MOST_CHUNKS = 16
 SYNC_STEPS = (8, 16, 32, 64, 128, 256, 512)  # DiLoCo's is 500 (Douillard et al. 2023)
 _HOMES = (
     ON_DEVICE,
@@ -351,10 +352,16 @@ class PlanSpace:
         limits, found = self.limits, []
         for name in SCHEDULES:
             if limits.allow("schedule", name):
-                for chunks in _CHUNKS.get(name, (1,)):
+                for chunks in self._chunks(name, outline.pipeline):
                     if outline.pipeline * chunks <= self.layers and limits.allow("chunks", chunks):
                         found.append((name, chunks))
         return found
+
+    def _chunks(self, schedule: str, pipeline: int) -> tuple[int, ...]:
+        """The chunks that a schedule may have on each rank; those of one layer each too, if they are not too many."""
+        found = _CHUNKS.get(schedule, (1,))
+        single = self.layers // pipeline if self.layers % pipeline == 0 else 0
+        return (*found, single) if schedule == "interleaved" and found[-1] < single <= _MOST_CHUNKS else found
 
 
 def divisors(number: int) -> list[int]:
