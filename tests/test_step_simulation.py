@@ -300,9 +300,31 @@ def test_clipping_reads_gradients_for_their_norm_and_writes_them(plan: str, sums
     assert found.simulated.times["update"] > step(plan).simulated.times["update"]
 
 
+def test_replicas_that_agree_later_take_the_step_of_one_and_a_part_of_an_exchange() -> None:
+    h100 = find_cluster("h100x2")
+    slow = replace(h100, links=(replace(h100.links[0], bandwidth=1e6), *h100.links[1:]))
+    model = BytesGPT(layers=1, width=32, heads=4, sequence=16)
+    text = {name: torch.zeros(8, 16, dtype=torch.int64) for name in "xy"}
+    of = Simulator(model, loss_fn, text, slow)
+    plans = (
+        "data=2",
+        "data=2 sync=8",
+        "data=2 sync=8 outer=nesterov overlap=1 streaming=2",
+        "data=2 compress=powersgd:1",
+    )
+    one, found, hidden, few = (of.simulate(Plan.parse(plan), False) for plan in plans)
+    num_bytes = 4 * sum(p.numel() for p in model.parameters())
+    whole = collective_time(CollectiveKind.ALL_REDUCE, num_bytes, (0, 1), slow)
+    assert found.exchanges == pytest.approx(whole / 8)
+    assert hidden.exchanges == pytest.approx((whole - 2 * hidden.simulated.seconds) / 8)
+    assert found.sent == {"node": num_bytes / 8} and few.sent["node"] < num_bytes / 4
+    assert found.tokens_per_second == pytest.approx(8 * 16 / found.seconds) and "exchanges" in str(found)
+    assert one.mfu < found.mfu < hidden.mfu < 1
+
+
 def test_what_is_refused() -> None:
-    with pytest.raises(PlanError, match="its replicas agree later; simulate the plan of one of them"):
-        step("data=2 sync=8")
+    with pytest.raises(PlanError, match="push and pull at times of their own; simulate the plan of one of them"):
+        step("workers=2 servers=1")
     with pytest.raises(PlanError, match=r"has 16 ranks .*the cluster h100 has 8 devices; take a larger cluster"):
         simulator().simulate(Plan.parse("data=2 tensor=2 pipeline=4 micro=4"), False)
     with pytest.raises(PlanError, match="the memory was not predicted"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from dataclasses import replace
 from typing import Any
@@ -13,13 +12,12 @@ from plait.compile.capture.batch import take_rows
 from plait.compile.capture.capture import LossFn
 from plait.compile.rank_program import RankProgram
 from plait.cost.memory_model import human_bytes
-from plait.cost.wire_bytes import bytes_exchanged
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.local_batch import num_rows
+from plait.engine.local_sgd.replicas import bytes_sent
 from plait.engine.setup_checks import check_plan, check_step
 from plait.errors import BatchError
 from plait.plan.annotation import Annotations
-from plait.plan.compression import NO_COMPRESSION
 from plait.plan.key_values import Interval
 from plait.plan.plan import Plan
 from plait.report.explanation import Explanation, explanation
@@ -78,13 +76,7 @@ def _service(plan: Plan, program: RankProgram) -> str:
 def _exchange(plan: Plan, program: RankProgram) -> str:
     """A sentence about how replicas synchronize, and the bytes that a rank sends for it."""
     num = plan.mesh.axis_size(plan.relaxed_axis)
-    mesh = plan.inner_plan.mesh
-    sent = 0.0
-    for name, each in program.sharding.parameters.items():
-        if not each.frozen:
-            shape = each.state.local_shape(mesh, mesh.coordinates(0))
-            plain = any(fnmatch.fnmatchcase(name, pattern) for pattern in plan.exempt)
-            sent += bytes_exchanged(shape, NO_COMPRESSION if plain else plan.compress, num)
+    sent = bytes_sent(plan, program.sharding, plan.inner_plan.mesh.coordinates(0))
     what = "gradients at every step" if plan.sync == 1 else f"weights (sync={Interval().show(plan.sync)})"
     how = f", through compress={plan.compress}" if plan.compress.kind != "none" else ""
     return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from plait.compile.capture.capture import LossFn
 from plait.compile.ir.dtypes import dtype_named
 from plait.compile.rank_program import RankProgram
 from plait.compile.step_calls import gathers_after_update, step_program
-from plait.cost.collective_time import CollectiveKind
+from plait.cost.collective_time import CollectiveKind, collective_time
 from plait.cost.step_program import AxisCollective, CollectiveCall, OpCall, ProgramCall, StepProgram, moved_by
 from plait.cost.step_simulation import StepSimulator, check_ranks
 from plait.engine.local_batch import batch_of_replica, num_rows, num_tokens
+from plait.engine.local_sgd.replicas import bytes_sent
 from plait.engine.local_tensors import summed_square_axes
 from plait.engine.optimizer_step import StateEstimate
 from plait.engine.rank_optimizers import OptimizerFactory, make_optimizer
@@ -53,7 +55,9 @@ def simulate(
     """Predict what a step on a global batch takes under a plan on a cluster.
 
     The step is captured and lowered as the Trainer would, one rank for each place of the pipeline, and the calls of its
-    graphs are simulated on the cluster: products, memory traffic, collectives by group, overlap, update.
+    graphs are simulated on the cluster: products, memory traffic, collectives by group, overlap, update. Replicas that
+    agree later are simulated as one, with their exchanges spread over steps; where intervals grow (`sync=4..64`) at the
+    longest.
 
     Args:
         model: the model, which may be on the meta device; its values are not read.
@@ -67,9 +71,8 @@ def simulate(
         memory: whether to predict the memory of each rank too, which takes as long again. It is not predicted of models
             with more than 16 equal layers, of which only a few are lowered.
 
-    Raises PlanError, LayoutError or CaptureError as the Trainer would; PlanError for a plan whose replicas agree later
-    or with parameter servers, and for more ranks than the cluster has devices; ConfigError for a cluster that is not
-    known.
+    Raises PlanError, LayoutError or CaptureError as the Trainer would; PlanError for a plan with parameter servers,
+    and for more ranks than the cluster has devices; ConfigError for a cluster that is not known.
     """
     simulator = Simulator(model, loss_fn, batch, cluster, optimizer=optimizer, layouts=layouts, clip_norm=clip_norm)
     return simulator.simulate(Plan.parse(plan) if isinstance(plan, str) else plan, memory)
@@ -106,16 +109,39 @@ class Simulator:
 
     def simulate(self, plan: Plan, memory: bool = True) -> StepPrediction:
         """What a step of the plan takes."""
-        if plan.workers or plan.relaxed_axis:
-            why = "its workers push and pull at times of their own" if plan.workers else "its replicas agree later"
-            inner = plan.inner_plan.title
+        if plan.workers:
+            why, inner = "its workers push and pull at times of their own", str(plan.inner_plan)
             raise PlanError(Refusal(f"the plan {plan.title!r}", why, f"simulate the plan of one of them, {inner!r}"))
         check_ranks(plan.mesh, self.cluster)
+        if plan.relaxed_axis:
+            return self._replicas(plan, memory)
         deep = self._deep(plan)
         program = deep or self.program(plan)
         found = self._steps.simulate(program)
         estimate = self._estimator(0).estimate(plan) if memory and deep is None else None
         return StepPrediction(plan, self.cluster, program, found, estimate)
+
+    def _replicas(self, plan: Plan, memory: bool) -> StepPrediction:
+        """What a step of a plan takes whose replicas agree later: that of a replica, and a part of what they exchange."""
+        loss_fn, whole_batch, optimizer, layouts, built = self._given
+        batch, inner, axis = batch_of_replica(whole_batch, plan), plan.inner_plan, plan.relaxed_axis
+        one = Simulator(
+            self._model, loss_fn, batch, self.cluster, optimizer=optimizer, layouts=layouts, built=built,
+            clip_norm=self._clip_norm,
+        )  # fmt: skip
+        deep, lowered = one._deep(inner), one.lowered(inner)
+        program = replace(deep or one.program(inner), mesh=plan.mesh)  # where ranks lie among those of all replicas
+        found = self._steps.simulate(program)
+        num, stride = plan.mesh.axis_size(axis), plan.mesh.stride(axis)
+        places = range(_num_places(lowered))
+        sent = max(bytes_sent(plan, lowered.sharding, _coordinates(lowered, place)) for place in places)
+        whole, group = sent * num / (2 * (num - 1)), range(0, num * stride, stride)  # an all-reduce sends as much
+        steps = plan.sync if isinstance(plan.sync, int) else plan.sync[1]
+        exchange = collective_time(CollectiveKind.ALL_REDUCE, whole, group, self.cluster) / plan.streaming
+        waits = max(exchange - plan.overlap * found.seconds, 0.0) * plan.streaming / steps
+        level = self.cluster.links[self.cluster.between(group[0], group[-1])].level
+        estimate = self.memory(plan) if memory and deep is None else None
+        return StepPrediction(plan, self.cluster, program, found, estimate, num, waits, {level: sent / steps})
 
     def memory(self, plan: Plan) -> MemoryEstimate:
         """The memory of each rank of the plan."""

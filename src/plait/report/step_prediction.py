@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from plait.cost.memory_model import human_bytes
 from plait.cost.step_program import StepProgram
@@ -25,6 +26,9 @@ class StepPrediction:
         program: what the ranks issue.
         simulated: its times, bytes sent and trace.
         memory: of each rank; None if it was not asked for, and for a model of which only a few layers were lowered.
+        replicas: that agree later than at every step, or compressed; program and times are those of one of them.
+        exchanges: seconds a step of what replicas exchange, as far as steps do not hide it.
+        exchanged: bytes a step that a rank sends for it, by the level of the link.
     """
 
     plan: Plan
@@ -32,31 +36,35 @@ class StepPrediction:
     program: StepProgram
     simulated: SimulatedProgram
     memory: MemoryEstimate | None
+    replicas: int = 1
+    exchanges: float = 0.0
+    exchanged: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
         """Seconds from the start of a step to the start of the next."""
-        return self.simulated.seconds
+        return self.simulated.seconds + self.exchanges
 
     @property
     def rows_per_second(self) -> float:
-        return self.program.rows / self.seconds
+        return self.program.rows * self.replicas / self.seconds
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens of the batch, or rows if it has none, per second."""
-        return self.program.tokens / self.seconds
+        return self.program.tokens * self.replicas / self.seconds
 
     @property
     def mfu(self) -> float:
         """The flop/s of the model's products, without recomputation, over the peak of the ranks' devices."""
         peak = self.cluster.device.peak_of(self.program.dtype) * self.plan.num_processes
-        return self.program.model_flops / self.seconds / peak
+        return self.program.model_flops * self.replicas / self.seconds / peak
 
     @property
     def sent(self) -> dict[str, float]:
         """Bytes that a rank sends in a step, by the level of the link, for the rank that sends most."""
-        return dict(self.simulated.sent)
+        levels = dict.fromkeys((*self.simulated.sent, *self.exchanged))
+        return {level: self.simulated.sent.get(level, 0.0) + self.exchanged.get(level, 0.0) for level in levels}
 
     @property
     def trace(self) -> Trace:
@@ -86,7 +94,8 @@ class StepPrediction:
         lines = [
             f"plan {self.plan.title} on {ranks} of {self.cluster.name}: {self.cluster.num_devices} x {device.name}"
         ]
-        lines.append(f"{self.program.rows} rows, {self.program.tokens} tokens a step, products in {self.program.dtype}")
+        rows, tokens = self.program.rows * self.replicas, self.program.tokens * self.replicas
+        lines.append(f"{rows} rows, {tokens} tokens a step, products in {self.program.dtype}")
         lines += [
             "",
             f"step            {shown_seconds(self.seconds)}",
@@ -94,11 +103,11 @@ class StepPrediction:
         ]
         lines.append(f"tokens/s/rank   {self.tokens_per_second / ranks:,.0f}")
         lines.append(f"MFU             {self.mfu:.1%} of {device.peak_of(self.program.dtype) / 1e12:.4g} Tflop/s")
-        lines.append(f"utilisation     {self.trace.utilisation():.1%}")
+        lines.append(f"utilisation     {self.trace.utilisation() * found.seconds / self.seconds:.1%}")
         if (price := self.dollars_per_million_tokens) is not None:
             lines.append(f"price           {price:.3g} USD a million tokens")
         lines += ["", "time of the slowest rank"]
-        lines += time_lines(found.times, self.seconds)
+        lines += time_lines({**found.times, "exchanges": self.exchanges}, self.seconds)
         if self.memory is not None:
             fullest = self.memory.fullest
             lines += ["", "memory of the fullest rank, at its peak"]
@@ -107,5 +116,5 @@ class StepPrediction:
         else:
             lines += ["", "memory: not predicted"]
         lines += ["", "bytes that a rank sends in a step, by the level of the link"]
-        lines += [f"  {level:18} {human_bytes(value):>10}" for level, value in found.sent.items()] or ["  none"]
+        lines += [f"  {level:18} {human_bytes(value):>10}" for level, value in self.sent.items()] or ["  none"]
         return "\n".join(lines)

@@ -7,6 +7,7 @@ rows of the batch, with random draws of its own. This file computes what replica
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor
 from plait.backends.backend import StepResult
 from plait.comm.protocol import World
 from plait.compile.capture.loss_values import ROWS, LossPart, Outputs, join_outputs
+from plait.cost.wire_bytes import bytes_exchanged
 from plait.engine.executor import StepExecutor, scale_all
 from plait.engine.local_sgd.diloco import LocalTraining
 from plait.engine.local_sgd.exchange import MeanExchange
@@ -25,6 +27,7 @@ from plait.engine.step_results import gather_outputs
 from plait.plan.axes import parts_around
 from plait.plan.compression import NO_COMPRESSION
 from plait.plan.plan import Plan
+from plait.plan.sharding_plan import ShardingPlan
 
 
 class Replicas:
@@ -179,3 +182,16 @@ def bytes_kept(plan: Plan) -> int:
     """Bytes that a rank keeps per trained number: the synchronised weights, the outer optimizer's momentum, and the
     error of a compressor."""
     return 8 * plan.keeps_agreed + 4 * (plan.compress != NO_COMPRESSION)
+
+
+def bytes_sent(plan: Plan, sharding: ShardingPlan, here: Mapping[str, int]) -> float:
+    """Bytes that the rank at these coordinates of a replica sends for all replicas to agree once on what it trains.
+
+    `sharding` is that of the plan of one replica."""
+    mesh, num, sent = plan.inner_plan.mesh, plan.mesh.axis_size(plan.relaxed_axis), 0.0
+    for name, each in sharding.parameters.items():
+        if not each.frozen and each.state.lies_at(here):
+            plain = any(fnmatch.fnmatchcase(name, pattern) for pattern in plan.exempt)
+            shape = each.state.local_shape(mesh, here)
+            sent += bytes_exchanged(shape, NO_COMPRESSION if plain else plan.compress, num)
+    return sent
