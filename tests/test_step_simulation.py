@@ -302,7 +302,8 @@ def test_clipping_reads_gradients_for_their_norm_and_writes_them(plan: str, sums
 
 def test_replicas_that_agree_later_take_the_step_of_one_and_a_part_of_an_exchange() -> None:
     h100 = find_cluster("h100x2")
-    slow = replace(h100, links=(replace(h100.links[0], bandwidth=1e6), *h100.links[1:]))
+    device = replace(h100.device, together=((1, 1.5), (2, 1.0)))  # a replica is no faster than other ranks
+    slow = replace(h100, device=device, links=(replace(h100.links[0], bandwidth=1e6), *h100.links[1:]))
     model = BytesGPT(layers=1, width=32, heads=4, sequence=16)
     text = {name: torch.zeros(8, 16, dtype=torch.int64) for name in "xy"}
     of = Simulator(model, loss_fn, text, slow)
@@ -320,6 +321,7 @@ def test_replicas_that_agree_later_take_the_step_of_one_and_a_part_of_an_exchang
     assert found.sent == {"node": num_bytes / 8} and few.sent["node"] < num_bytes / 4
     assert found.tokens_per_second == pytest.approx(8 * 16 / found.seconds) and "exchanges" in str(found)
     assert one.mfu < found.mfu < hidden.mfu < 1
+    assert found.simulated.times["compute"] == pytest.approx(one.simulated.times["compute"], rel=0.1)
 
 
 def test_what_is_refused() -> None:

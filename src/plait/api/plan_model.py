@@ -27,8 +27,7 @@ from plait.cost.plan_search import search as search_plans
 from plait.cost.rough_steps import least_on_device, rough_steps
 from plait.cost.step_program import CollectiveCall, OpCall, StepProgram
 from plait.cost.transformer_simulation import misses_by
-from plait.cost.transformer_states import exchange_time
-from plait.cost.transformer_step import CellTimes, StateTimes, StepEstimate, exchange_per_step
+from plait.cost.transformer_step import CellTimes, StateTimes, StepEstimate
 from plait.engine.local_batch import num_rows, num_tokens
 from plait.engine.rank_optimizers import OptimizerFactory
 from plait.errors import LayoutError, PlanError
@@ -233,21 +232,16 @@ class ModelEvaluator:
         return int(min((kept + room) / 2, whole)) // 2**20 * 2**20
 
     def simulate(self, plan: Plan, rows: int) -> ModelStep:
-        """The step of a plan: of one whose replicas agree later that of a replica, with exchanges in closed form.
-
-        Raises PlanError for a plan that the model does not allow.
-        """
-        inner, how = plan.inner_plan, Parallelism.of(plan)
+        """The step of a plan. Raises PlanError for a plan that the model does not allow."""
+        how, simulator = Parallelism.of(plan), self._make(rows)
         try:
-            simulator = self._make(rows // how.num_replicas)
-            found = simulator.simulate(inner, memory=False)
+            found = simulator.simulate(plan, memory=False)
         except LayoutError as error:
             raise PlanError(str(error)) from None
-        each = exchange_per_step(how, exchange_time(self.forms.own(how), how, self.cluster), found.seconds)
         least, away = self.forms.least_memory(how, rows)
         factor = schedule_activations(how.order, how.pipeline, how.num_micro, how.chunks)
         size = sum(least.values()) + sum(away.values()) + self.forms.kept(how, rows)[0] * factor
-        return ModelStep(plan, found, lambda: simulator.memory(inner), size, each, how.num_replicas)
+        return ModelStep(plan, found, lambda: simulator.memory(plan), size)
 
 
 @dataclass(frozen=True)
@@ -256,40 +250,35 @@ class ModelStep:
 
     Attributes:
         plan: the plan.
-        prediction: its step, or that of one replica.
+        prediction: its step.
         estimated: estimates its memory, which takes longer than its step.
         size: about the bytes that a rank takes, wherever they are kept.
-        exchange: seconds a step of exchanges between replicas.
-        replicas: that agree later; 1 if all ranks agree at every step.
     """
 
     plan: Plan
     prediction: StepPrediction
     estimated: Callable[[], MemoryEstimate]
     size: float
-    exchange: float = 0.0
-    replicas: int = 1
 
     @property
     def seconds(self) -> float:
-        return self.prediction.seconds + self.exchange
+        return self.prediction.seconds
 
     @property
     def tokens(self) -> int:
-        return self.prediction.program.tokens * self.replicas
+        return self.prediction.program.tokens * self.prediction.replicas
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
+        return self.prediction.tokens_per_second
 
     @property
     def mfu(self) -> float:
-        return self.prediction.mfu * self.prediction.seconds / self.seconds
+        return self.prediction.mfu
 
     @property
     def dollars_per_million_tokens(self) -> float | None:
-        each = self.prediction.dollars_per_million_tokens
-        return None if each is None else each * self.seconds / self.prediction.seconds
+        return self.prediction.dollars_per_million_tokens
 
     @property
     def parts(self) -> dict[str, float]:
@@ -302,8 +291,8 @@ class ModelStep:
             "update": "update",
         }
         found = {words: times.get(name, 0.0) for name, words in named.items()}
-        found["compute"] += max(self.prediction.seconds - sum(found.values()), 0.0)
-        return found | {"exchanges": self.exchange}
+        found["compute"] += max(self.prediction.simulated.seconds - sum(found.values()), 0.0)
+        return found | {"exchanges": self.prediction.exchanges}
 
     @functools.cached_property
     def estimate(self) -> StepEstimate:
@@ -315,12 +304,12 @@ class ModelStep:
         }  # fmt: skip
         sizes = {kind: float(size) for kind, size in fullest.at_peak.items()}
         away = {kind: size for kind, size in sizes.items() if homes.get(kind, "device") != "device"}
-        flops = self.prediction.program.model_flops * self.replicas
+        flops = self.prediction.program.model_flops * self.prediction.replicas
         return StepEstimate(
             compute=parts["compute"], weights=0.0, messages=0.0, bubble=parts["bubble and messages"],
             data=parts["collectives"], optimizer=parts["update"], model_flops=flops, hardware_flops=flops,
             memory={kind: size for kind, size in sizes.items() if kind not in away},
-            sent=dict(self.prediction.sent), exchanges=self.exchange, host_memory=away,
+            sent=dict(self.prediction.sent), exchanges=self.prediction.exchanges, host_memory=away,
         )  # fmt: skip
 
     def misses_by(self, memory: float) -> float:

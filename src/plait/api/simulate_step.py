@@ -101,6 +101,7 @@ class Simulator:
         self._model = model
         self._given = (loss_fn, batch, optimizer, layouts, built)
         self._estimators: dict[int, Estimator] = {}  # by the number of equal layers that are lowered; 0 for all
+        self._replica: dict[int, Simulator] = {}  # of a replica that agrees later, by its rows
         self._layers = equal_layers(model)
         self._batch = batch
         self._optimizer = optimizer
@@ -122,13 +123,8 @@ class Simulator:
         return StepPrediction(plan, self.cluster, program, found, estimate)
 
     def _replicas(self, plan: Plan, memory: bool) -> StepPrediction:
-        """What a step of a plan takes whose replicas agree later: that of a replica, and a part of what they exchange."""
-        loss_fn, whole_batch, optimizer, layouts, built = self._given
-        batch, inner, axis = batch_of_replica(whole_batch, plan), plan.inner_plan, plan.relaxed_axis
-        one = Simulator(
-            self._model, loss_fn, batch, self.cluster, optimizer=optimizer, layouts=layouts, built=built,
-            clip_norm=self._clip_norm,
-        )  # fmt: skip
+        """A step of a plan whose replicas agree later: that of a replica, and a part of what they exchange."""
+        one, inner, axis = self._of_one(plan), plan.inner_plan, plan.relaxed_axis
         deep, lowered = one._deep(inner), one.lowered(inner)
         program = replace(deep or one.program(inner), mesh=plan.mesh)  # where ranks lie among those of all replicas
         found = self._steps.simulate(program)
@@ -142,6 +138,17 @@ class Simulator:
         level = self.cluster.links[self.cluster.between(group[0], group[-1])].level
         estimate = self.memory(plan) if memory and deep is None else None
         return StepPrediction(plan, self.cluster, program, found, estimate, num, waits, {level: sent / steps})
+
+    def _of_one(self, plan: Plan) -> Simulator:
+        """The simulator of a replica, which has a part of the batch."""
+        loss_fn, whole, optimizer, layouts, built = self._given
+        batch = batch_of_replica(whole, plan)
+        if (rows := num_rows(batch)) not in self._replica:
+            self._replica[rows] = Simulator(
+                self._model, loss_fn, batch, self.cluster, optimizer=optimizer, layouts=layouts, built=built,
+                clip_norm=self._clip_norm,
+            )  # fmt: skip
+        return self._replica[rows]
 
     def memory(self, plan: Plan) -> MemoryEstimate:
         """The memory of each rank of the plan."""
