@@ -248,7 +248,7 @@ def _of_sites(kind: str, points: Sequence[tuple[float, ScalePoint]]) -> str:
 
 def _ahead(found: dict[str, list[tuple[float, ScalePoint]]]) -> list[str]:
     pairs = zip(found["every step"], found["later"], strict=True)
-    rates = [rate for (rate, now), (_, then) in pairs if then.mfu > now.mfu]
+    rates = [rate for (rate, now), _ in itertools.takewhile(lambda pair: pair[1][1].mfu > pair[0][1].mfu, pairs)]
     if not rates:
         return ["- Agreeing later is ahead nowhere."]
     return [
