@@ -350,6 +350,40 @@ def test_lazy_modules_are_refused_and_left_as_they_are():
     assert isinstance(model[0].weight, nn.UninitializedParameter)
 
 
+@pytest.mark.parametrize("where", ["buffer", "attribute", "batch"])
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "mkldnn", "quantized", "nested"])
+@pytest.mark.filterwarnings("ignore")  # torch calls some of these formats a prototype
+def test_tensors_that_are_not_dense_are_refused_by_name(kind, where):
+    whole = torch.eye(16)
+    odd = {
+        "sparse_coo": whole.to_sparse, "sparse_csr": whole.to_sparse_csr, "mkldnn": whole.to_mkldnn,
+        "quantized": lambda: torch.quantize_per_tensor(whole, 0.1, 0, torch.qint8),
+        "nested": lambda: torch.nested.nested_tensor([whole, whole[1:]]),
+    }[kind]()  # fmt: skip
+    model, given = nn.Linear(16, 4), {"x": torch.randn(8, 16)}
+    if where == "buffer":
+        model.register_buffer("odd", odd)
+    elif where == "attribute":
+        model.odd = odd
+    else:
+        given["odd"] = odd
+
+    def loss_fn(m, b):
+        return (m(b["x"]) + torch.add(b["odd"] if where == "batch" else m.odd, 1)).mean()
+
+    with pytest.raises(plait.PlaitError, match=rf"odd.* is a {kind} tensor, and plait computes with dense ones"):
+        plait.verify(model, loss_fn, given, "data=2 micro=2")
+    if where == "attribute":  # which the step does not read
+        assert plait.verify(model, lambda m, b: m(b["x"]).mean(), given, "data=2 micro=2").ok
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_by_name(make):
+    model = nn.Sequential(make(30, 4, sparse=True, padding_idx=0))
+    with pytest.raises(plait.PlanError, match="the gradient of 0.weight is sparse.*without sparse=True"):
+        plait.verify(model, lambda m, b: m(b[:, None]).mean(), torch.arange(8), "data=2")
+
+
 def test_a_scripted_module_is_named():
     model = nn.Sequential(torch.jit.script(nn.Linear(16, 4)))
     with pytest.raises(plait.CaptureError, match="the module 0 is compiled by TorchScript"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -165,6 +166,26 @@ def test_masks_that_the_model_keeps(how: str, in_buffer: bool) -> None:
     model = nn.Sequential(Merged(how, in_buffer), nn.Linear(12, 4)).double()
     report = plait.verify(model, squares, batch()["x"], "data=2 zero=3")
     assert report.ok, report
+
+
+def test_a_mask_is_known_beside_tensors_that_change_in_place_and_not_if_it_does() -> None:
+    torch.manual_seed(0)
+
+    def loss_fn(model: nn.Module, x: Tensor, turned: bool) -> Tensor:
+        h = model[0](x[:, None])
+        h[0] += 1  # a view's write stays as it is in the graph till the capture ends
+        mask = model[0].mask.clone()
+        if turned:
+            mask[:4].logical_not_()
+        whole = h.new_zeros(12)
+        whole[mask] = model[0].two[:, 0]
+        return model[1](h + whole).square().mean()
+
+    model = nn.Sequential(Merged("rows", False), nn.Linear(12, 4)).double()
+    report = plait.verify(model, functools.partial(loss_fn, turned=False), batch()["x"], "data=2")
+    assert report.ok, report
+    with pytest.raises(plait.CaptureError, match="depends on the numbers"):
+        plait.verify(model, functools.partial(loss_fn, turned=True), batch()["x"], "data=2")
 
 
 def test_a_mask_that_the_user_changes() -> None:

@@ -17,7 +17,7 @@ from plait.comm.device import default_kind, without_bf16
 from plait.comm.protocol import World
 from plait.comm.sharing import can_share
 from plait.compile.capture.capture import Captured
-from plait.compile.capture.fake_parameters import refuse_without_shape
+from plait.compile.capture.fake_parameters import refuse_odd_tensors
 from plait.compile.capture.model_facts import model_facts
 from plait.compile.compiled import Compiled
 from plait.compile.ir.node_info import info_of, is_forward
@@ -36,7 +36,7 @@ def check_given(model: Any, loss_fn: Any, optimizer: Any, clip_norm: float | Non
     clip_norm."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
-    refuse_without_shape(model)
+    refuse_odd_tensors(model)
     if not callable(loss_fn):
         raise PlanError(f"loss_fn is a {type(loss_fn).__name__}; give a function of (model, batch)")
     check_patterns(optimizer)

@@ -367,5 +367,8 @@ def refusal_of_failed_run(plan: Plan, error: Exception) -> PlanError | None:
     if plan.micro == 1 and not plan.relaxed_axis:
         return None
     why = f"it runs the model on fewer rows at a time, which fails ({type(error).__name__}: {error})"
-    instead = "take the number of rows from the batch, not from outside, or leave micro and sync out of the plan"
+    instead = (
+        "take the number of rows from the batch, not from outside, and let no number of the batch count rows before it,"
+        " as the edges of joined graphs and the offsets of bags do; or leave micro and sync out of the plan"
+    )
     return PlanError(Refusal(f"the plan {plan.title!r}", why, instead))

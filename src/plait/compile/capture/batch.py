@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from plait.compile.ir.dtypes import torch_name
+from plait.compile.ir.dtypes import not_dense, other_format, torch_name
 from plait.errors import BatchError
 from plait.spec.batch_spec import DIM_0, BatchSpec
 
@@ -51,9 +51,10 @@ def spec_of(batch: Any) -> BatchSpec:
 
 
 def row_sizes(batch: Any) -> list[tuple[str, int]]:
-    """(name, number of rows) of each tensor of the batch that has a dim of rows."""
+    """(name, number of rows) of each tensor of the batch that has a dim of rows. Raises BatchError for a tensor that is
+    not dense."""
     spec = spec_of(batch)
-    dims = [(name, leaf, spec.row_dim(name, leaf.ndim)) for name, leaf in _named_tensors(batch)]
+    dims = [(name, leaf, spec.row_dim(name, leaf.ndim)) for name, leaf in batch_leaves(batch).items()]
     return [(name, leaf.shape[dim]) for name, leaf, dim in dims if dim is not None]
 
 
@@ -139,11 +140,14 @@ def join_rows(batches: Sequence[Any]) -> Any:
 
 
 def batch_leaves(batch: Any) -> dict[str, Tensor]:
-    """The tensors of the batch by name, in order. Raises BatchError for a leaf that is neither tensor nor constant."""
+    """The tensors of the batch by name, in order. Raises BatchError for a leaf that is neither dense tensor nor
+    constant."""
     found: dict[str, Tensor] = {}
 
     def collect(name: str, leaf: Any) -> Any:
         if torch.is_tensor(leaf):
+            if other_format(leaf):
+                raise BatchError(not_dense(f"{name} of the batch", leaf))
             found[name] = leaf
         else:
             _check_plain(name, leaf)

@@ -42,7 +42,7 @@ from plait.compile.capture.loss_values import RATIO, Loss, read_loss, sum_alone
 from plait.compile.capture.masked_indexing import Selections
 from plait.compile.capture.module_hooks import BackwardModules, ForwardModules, modules_stay, plain_kernels
 from plait.compile.capture.other_processes import not_communicating
-from plait.compile.capture.outside_tensors import Outside, check_leaves
+from plait.compile.capture.outside_tensors import Outside, check_leaves, sparse_gradient
 from plait.compile.capture.parameter_precision import changes_copy, place_casts
 from plait.compile.capture.parts_left_out import COUNTS, NOTHING, LeftOut
 from plait.compile.capture.precision import FULL, Precision
@@ -478,10 +478,7 @@ def _differentiate(
     recorder.module = ""
     gradients = {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
     if sparse := [name for name, g in gradients.items() if g.layout != torch.strided]:
-        raise PlanError(  # no CaptureError, after which the model would run uncaptured: fused optimizers refuse it too
-            f"the gradient of {sparse[0]} is sparse, and plait's are dense under every plan; build its module without"
-            " sparse=True, and train it with an optimizer for dense gradients"
-        )
+        raise sparse_gradient(sparse[0])
     return gradients
 
 

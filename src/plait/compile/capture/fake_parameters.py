@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.overrides import TorchFunctionMode
 
 from plait.compile.capture.tracked_numbers import Tracked, untracked
+from plait.compile.ir.dtypes import not_dense, other_format
 from plait.compile.ir.shapes import fake_of
 from plait.errors import CaptureError, PlanError
 
@@ -87,14 +88,17 @@ class FakeParameters:
         return found
 
 
-def refuse_without_shape(model: nn.Module) -> None:
-    """Raise PlanError for a model with lazy modules, whose parameters have no shape yet."""
+def refuse_odd_tensors(model: nn.Module) -> None:
+    """Raise PlanError for a model with lazy modules, whose parameters have no shape yet, or with a parameter or buffer
+    that is not dense."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, UninitializedTensorMixin):
             raise PlanError(
                 f"{name} has no shape yet: it is of a lazy module, which takes it from the first batch that it sees;"
                 " run the model once on a batch, model(x), before you hand it over"
             )
+        if other_format(tensor):
+            raise PlanError(not_dense(name, tensor))
 
 
 def refuse_scripted(model: nn.Module) -> None:
@@ -117,7 +121,7 @@ def fake_parameters(
     Nothing of the model's size is allocated. Parameters, buffers, submodules and training modes are put back. A model
     whose own mode is `train` keeps the mode of each submodule; any other is switched as a whole.
     """
-    refuse_without_shape(model)
+    refuse_odd_tensors(model)
     modules = list(model.modules())
     dicts = [getattr(module, key) for module in modules for key in ("_parameters", "_buffers", "_modules")]
     before = [(own, dict(own)) for own in dicts]

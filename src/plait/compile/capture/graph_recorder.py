@@ -11,7 +11,7 @@ import bisect
 import functools
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
@@ -67,6 +67,7 @@ class GraphRecorder(TorchDispatchMode):
         self._numbers: list[int] = []  # autograd's sequence number after each forward call, and the call's place
         self._places: list[int] = []
         self.mutating = False
+        self._stale: set[Node] = set()  # what tensors were before a call that is written as it is changed them
         self.scalar: Callable[[Tensor], Any] | None = None  # answers Python when it asks a fake tensor for its number
         self.constants: dict[str, Tensor] = {}
         self.constant_nodes: list[Node] = []
@@ -131,12 +132,23 @@ class GraphRecorder(TorchDispatchMode):
         """The value of a tensor that depends only on constants and tensors from outside, and `with_buffers` on buffers;
         None for others."""
         node = self.nodes.get(id(tensor))
-        if node is None or self.mutating:
+        if node is None or self._depends_on_stale(node):
             return None
         constants = {n.name: self.constants[name] for n, name in zip(self.constant_nodes, self.constants, strict=True)}
         outside = {} if self.outside is None else self.outside.numbers(node, with_buffers)
         with _disable_current_modes(), torch.no_grad():
             return known_value(node, {**constants, **outside})
+
+    def _depends_on_stale(self, node: Node) -> bool:
+        stack, seen = [node] if self._stale else [], {node}
+        while stack:
+            one = stack.pop()
+            if one in self._stale:
+                return True
+            new = [source for source in one.all_input_nodes if source not in seen]
+            seen.update(new)
+            stack += new
+        return False
 
     def place_of(self, number: int) -> int:
         """The place of the forward call for which autograd made the node with this sequence number."""
@@ -265,7 +277,7 @@ class GraphRecorder(TorchDispatchMode):
             raise CaptureError(self._protected[group])
         self._written |= groups
         if functional is None or target is None or target is not args[0]:
-            return self._as_it_is(func, args, kwargs)
+            return self._as_it_is(func, args, kwargs, groups)
         if torch.Tag.inplace_view in func.tags:  # changes shape or strides only: unsqueeze_, t_
             node_args, node_kwargs = map_aggregate((args, kwargs), self._node)
             result = func(*args, **kwargs)
@@ -278,7 +290,7 @@ class GraphRecorder(TorchDispatchMode):
             )
         peers = [target] if self._functionalised else self._groups[self._group_of[id(target)]]
         if any(_geometry(peer) != _geometry(target) for peer in peers):
-            return self._as_it_is(func, args, kwargs)
+            return self._as_it_is(func, args, kwargs, groups)
         with self:
             value = self._copied(target, args[1]) if func is aten.copy_.default else functional(*args, **kwargs)
             if value.dtype != target.dtype:
@@ -295,8 +307,9 @@ class GraphRecorder(TorchDispatchMode):
         value = aten._to_copy.default(source, dtype=target.dtype, device=target.device)
         return value.expand(target.shape) if value.shape != target.shape else value  # type: ignore[no-any-return]
 
-    def _as_it_is(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _as_it_is(self, func: Any, args: Any, kwargs: Any, groups: Collection[int]) -> Any:
         self.mutating = True
+        self._stale |= {self.nodes[id(peer)] for group in groups for peer in self._groups[group]}
         node_args, node_kwargs = map_aggregate((args, kwargs), self._node)
         result = func(*args, **kwargs)
         node = self.call(func, node_args, node_kwargs, result)

@@ -17,7 +17,8 @@ from plait.compile.capture.fake_parameters import FakeParameters, MadeBuffer, fa
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.module_hooks import autograd_nodes
 from plait.compile.capture.reachable import Reached
-from plait.errors import CaptureError
+from plait.compile.ir.dtypes import not_dense, other_format
+from plait.errors import CaptureError, PlanError
 
 _MOST_COMPARED = 1 << 16  # elements of a tensor whose numbers Python may read
 _NOWHERE = (
@@ -68,6 +69,8 @@ class Outside:
         if known is not None:
             return known
         name = self._reached.places.get(id(real))
+        if other_format(real):
+            raise CaptureError(not_dense(name or f"a tensor of shape {list(real.shape)}", real))
         with _disable_current_modes():
             shared = None if real.is_meta or not real.numel() else self._storages.get(_storage(real))
         if shared is not None and shared in self._model_fakes.parameters | self._model_fakes.buffers:
@@ -98,7 +101,7 @@ class Outside:
             self._storages[_storage(real)] = place
         return fake
 
-    def name_of(self, real: Tensor) -> str | None:
+    def name_of(self, real: object) -> str | None:
         """The name of a parameter or buffer, or the place of another tensor."""
         return self._model_fakes.names.get(id(real)) or self._reached.places.get(id(real))
 
@@ -174,10 +177,13 @@ def _storage(tensor: Tensor) -> int:
 
 
 def check_leaves(loss: Tensor, outside: Outside) -> None:
-    """Raise CaptureError for a real tensor to which autograd would give a gradient, because a graph cannot. Record the
-    tensors from outside to which it would give one."""
+    """Raise CaptureError for a real tensor to which autograd would give a gradient, because a graph cannot, and
+    PlanError for an embedding with sparse gradients. Record the tensors from outside to which it would give one."""
     names = {id(fake): name for name, fake in outside.fakes.items()}
     for node in autograd_nodes(loss):
+        if getattr(node, "_saved_sparse", False):  # with a padding_idx its backward looks for rows to leave out
+            weights = [outside.name_of(getattr(source, "variable", source)) for source, _ in node.next_functions]
+            raise sparse_gradient(next(filter(None, weights), "an embedding"))
         leaf = getattr(node, "variable", None)
         if leaf is None:
             continue
@@ -189,3 +195,12 @@ def check_leaves(loss: Tensor, outside: Outside) -> None:
             )
         if id(leaf) in names:
             outside.differentiable.append(names[id(leaf)])
+
+
+def sparse_gradient(name: str) -> PlanError:
+    """The error for a parameter whose gradient is sparse. It is no CaptureError, after which the model would run
+    uncaptured: fused optimizers refuse such gradients too."""
+    return PlanError(
+        f"the gradient of {name} is sparse, and plait's are dense under every plan; build its module without"
+        " sparse=True, and train it with an optimizer for dense gradients"
+    )

@@ -40,6 +40,7 @@ from plait.compile.capture.python_state import (
     put_bytes_back,
 )  # fmt: skip
 from plait.compile.capture.random_sources import is_source
+from plait.compile.ir.dtypes import other_format
 
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout,
@@ -91,8 +92,9 @@ class Reached:
         self._kept.append(value)
         if isinstance(value, Tensor):
             if id(value) not in self.own and id(value) not in self.earlier:
-                self.tensors[place] = value
                 self.places[id(value)] = place
+                if not other_format(value):  # no step reads one that is not dense
+                    self.tensors[place] = value
             return
         if isinstance(value, (tuple, frozenset)):
             if len(value) <= _MOST_ELEMENTS:
