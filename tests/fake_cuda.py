@@ -80,7 +80,7 @@ def _install() -> None:
     # What is allowed once, before the first step: to compare the ranks' weights, and to try the optimizer on the host.
     from plait.engine import initial_values, rank_optimizers, same_batch
 
-    equal, checksum = torch.equal, same_batch._checksum
+    equal, checksum = torch.equal, same_batch.checksum
     any_fake = lambda *given: any(isinstance(each, FakeTensor) for each in given)  # noqa: E731
     initial_values.torch = type("torch", (), {**vars(torch), "equal": lambda a, b: any_fake(a, b) or equal(a, b)})  # type: ignore[attr-defined]
 
@@ -91,7 +91,7 @@ def _install() -> None:
         with unset_fake_temporarily():
             return checksum(*given)
 
-    same_batch._checksum = on_host
+    same_batch.checksum = on_host
     same_batch.SameBatch._compare = lambda *_: None  # type: ignore[method-assign]
     FakeTensor.tolist = lambda self: [[0]]  # type: ignore[method-assign]
     # What is read late: the losses of earlier steps.

@@ -163,6 +163,58 @@ def test_tied_recurrent_and_attention_weights_and_buffers(plan: str) -> None:
         assert found == pytest.approx(found[:1] * 3, rel=1e-12)
 
 
+class Following(nn.Module):
+    """A trained layer, and one that follows it in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(6, 4), nn.Linear(6, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.k.weight.lerp_(self.q.weight, 0.5)
+        return (self.q(x) - self.k(x) + 1).square().mean()
+
+
+@pytest.mark.parametrize("adopt", [True, False])
+def test_frozen_parameters_that_the_step_changes_begin_with_rank_0_s_values_and_are_in_the_model(adopt: bool) -> None:
+    torch.manual_seed(0)
+    template, x = Following().double(), torch.randn(4, 6, dtype=torch.float64)
+    alone = copy.deepcopy(template)
+    optimizer = ADAMW(alone.q.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        alone(x).backward()
+        optimizer.step()
+
+    def rank(trainer: Trainer, model: Any) -> Any:
+        trainer.engine._adopt = adopt
+        for _ in range(2):
+            trainer.step(x)
+        with trainer.gathered():
+            found = {name: p.detach().clone() for name, p in model.named_parameters()}
+            model.k.bias.data.fill_(3.0)
+        return found, trainer.full_state_dict()
+
+    for found, changed in on_ranks("data=2 zero=3", rank, template, loss_fn=lambda m, b: m(b)):
+        torch.testing.assert_close(found, dict(alone.named_parameters()), rtol=1e-12, atol=1e-12)
+        assert bool((changed["k.bias"] == 3.0).all()) and torch.equal(changed["k.weight"], found["k.weight"])
+
+
+def test_tensors_outside_the_model_that_differ_on_ranks_are_refused() -> None:
+    def rank(world: Any) -> None:
+        torch.manual_seed(0)
+        target = nn.Linear(6, 4).requires_grad_(False)
+        target.bias.data += world.rank
+        model = nn.Linear(6, 4)
+        Trainer(model, lambda m, x: (m(x) - target(x)).square().mean(), ADAMW, "data=2", world=world).step(_INPUT)
+
+    with pytest.raises(RankFailed, match="do not agree on the values of loss_fn:target.* 1 more.*torch.manual_seed"):
+        plait.run_ranks(plait.Plan.parse("data=2").mesh, rank)
+
+
+_INPUT = torch.randn(4, 6)
+
 USES: dict[str, Callable[[Any], Any]] = {
     "forward": lambda model: loss_fn(model, batch()),
     "state_dict": lambda model: model.state_dict(),

@@ -20,7 +20,7 @@ from plait.comm.monitor import NOTICE, TIMEOUT, timeout
 from plait.comm.protocol import World
 from plait.comm.thread_world import run_ranks
 from plait.engine.local_batch import LocalBatch
-from plait.engine.same_batch import _checksum, _of_device
+from plait.engine.same_batch import _of_device, checksum
 from plait.errors import CaptureError, PlanError, Refusal
 from plait.spec.mesh import Mesh
 
@@ -259,29 +259,29 @@ def test_evaluation_on_different_batches_is_refused() -> None:
 def test_checksums_see_single_elements() -> None:
     torch.manual_seed(0)
     small = {"a": torch.randn(100, 7), "b": torch.randint(0, 9, (64,))}
-    before = _checksum(small, 0)
+    before = checksum(small, 0)
     for name, leaf in small.items():
         for at in range(0, leaf.numel(), 13):
             changed = {**small, name: leaf.clone()}
             changed[name].view(-1)[at] += 1
-            assert _checksum(changed, 0) != before
-    assert _checksum({"a": small["a"].T.contiguous().T, "b": small["b"]}, 0) == before  # the same numbers
+            assert checksum(changed, 0) != before
+    assert checksum({"a": small["a"].T.contiguous().T, "b": small["b"]}, 0) == before  # the same numbers
     large = torch.zeros(5 << 20, dtype=torch.float32)  # 20 MiB: a window of 16 that moves
-    before = [_checksum({"a": large}, turn) for turn in range(2)]
+    before = [checksum({"a": large}, turn) for turn in range(2)]
     large[-1] = 1e-6
-    assert [_checksum({"a": large}, turn) for turn in range(2)] != before
+    assert [checksum({"a": large}, turn) for turn in range(2)] != before
     large[-1] = 0
     large[77] = 1e-6
-    assert _checksum({"a": large}, 0) != before[0]
+    assert checksum({"a": large}, 0) != before[0]
     odd = torch.zeros((17 << 20) + 3, dtype=torch.uint8)[1:]
-    assert _checksum({"a": odd}, 0) == _checksum({"a": odd.clone()}, 0)
+    assert checksum({"a": odd}, 0) == checksum({"a": odd.clone()}, 0)
     for size in (1, 7, 8, 4097, (4 << 20) + 1):  # as it is read on a GPU
         one = torch.arange(size, dtype=torch.float32)
         other = one.clone()
         other[size // 2] += 1
         assert _of_device(one, 0) == _of_device(one.clone(), 0) != _of_device(other, 0)
         assert size < 7 or _of_device(one.flip(0), 0) != _of_device(one, 0)
-    assert _checksum({"a": torch.zeros(8, 0), "b": torch.tensor(3.0, dtype=torch.bfloat16)}, 0) != 0
+    assert checksum({"a": torch.zeros(8, 0), "b": torch.tensor(3.0, dtype=torch.bfloat16)}, 0) != 0
 
 
 # Waiting.

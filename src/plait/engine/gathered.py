@@ -160,20 +160,22 @@ class _Lending:
             whole: Tensor = self._parts.whole(name, part).detach()
         return whole
 
-    def _lend_buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
-        """Put the run's buffers into the model. Returns the buffers that were there."""
+    def _lend_buffers(self) -> list[tuple[dict[str, Any], str, Tensor]]:
+        """Put the run's buffers into the model, and frozen parameters that the step changes. Returns what was there."""
         found = []
-        names = {id(b): name for name, b in self._model.named_buffers()}
-        for module in self._model.modules():
-            for key, buffer in module._buffers.items():
-                now = self._parts.buffers.get(names.get(id(buffer), ""))
-                if now is not None and now is not buffer and buffer is not None:
-                    found.append((module, key, buffer))
-                    module._buffers[key] = now
+        names = {id(t): name for name, t in [*self._model.named_buffers(), *self._model.named_parameters()]}
+        owns: list[dict[str, Any]] = [d for m in self._model.modules() for d in (m._buffers, m._parameters)]
+        for own in owns:
+            for key, tensor in own.items():
+                now = self._parts.buffers.get(names.get(id(tensor), ""))
+                if now is None or tensor is None or now is tensor:
+                    continue
+                found.append((own, key, tensor))
+                own[key] = nn.Parameter(now, requires_grad=False) if isinstance(tensor, nn.Parameter) else now
         return found
 
     def _take_buffers(
-        self, lent: list[tuple[nn.Module, str, Tensor]], before: Mapping[str, Tensor], keep: bool
+        self, lent: list[tuple[dict[str, Any], str, Tensor]], before: Mapping[str, Tensor], keep: bool
     ) -> None:
         """Put the model's own buffers back. With `keep`, what was written to the run's buffers stays, on all ranks."""
         for name, buffer in self._parts.buffers.items():
@@ -181,8 +183,8 @@ class _Lending:
                 buffer.copy_(before[name])
             elif self._rank is not None and self._run.world.mesh.size > 1:
                 buffer.copy_(self._run.world.everyone().broadcast(buffer.contiguous(), self._rank).wait())
-        for module, key, buffer in lent:
-            module._buffers[key] = buffer
+        for own, key, tensor in lent:
+            own[key] = tensor
 
     def _take_over(self, values: Mapping[str, Tensor]) -> None:
         """Set every rank's parts from what is in the model now."""

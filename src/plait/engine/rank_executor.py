@@ -33,6 +33,7 @@ from plait.engine.local_batch import LocalBatch, first_microbatch, global_like, 
 from plait.engine.local_tensors import counts_here, gather_whole, is_whole, local_part, summed_square_axes
 from plait.engine.python_effects import Changes
 from plait.engine.rank_parameters import RankParameters
+from plait.engine.same_batch import checksum
 from plait.engine.step_results import joined, without_counts
 from plait.errors import CaptureError, PlanError
 from plait.spec.layout import Layout
@@ -73,6 +74,7 @@ class RankExecutor:
         self.captures: list[StepCapture] = []  # in order
         self._signatures: dict[tuple[str, bool], None] = {}  # of batches so far
         self.with_gradient: tuple[str, ...] = ()  # parameters that the last step gave gradients of, on any rank
+        self._compared: set[str] = set()  # tensors outside the model of which all ranks had the same values
         self.changing: frozenset[str] = frozenset()  # parameters that do not train, and that the step itself changes
         self.frozen: tuple[str, ...] = ()  # parameters that did not train in the last step
         self.left_out = LeftOut()  # parameters to which the last step may have given no gradient
@@ -168,6 +170,7 @@ class RankExecutor:
                 )
             if not self._executables:
                 self.compiled = compiled
+            self._check_outside(captured)
             self._executables[key] = executable
             self._note(captured, train, time.perf_counter() - started)
         return self._executables[key]
@@ -196,6 +199,20 @@ class RankExecutor:
                 f"the step changes {late[0]}, a parameter that does not train, and did not do so when training began;"
                 " let it change from the first step on, or make it a buffer with register_buffer"
             )
+
+    def _check_outside(self, captured: Captured) -> None:
+        """Raise WorldError if ranks have other values in tensors outside the model that no step has read before."""
+        tensors = {name: self.compiler.captures.tensor(captured, name) for name in captured.outside}
+        new = {name: one for name, one in tensors.items() if name not in self._compared and not one.is_meta}
+        if new and self.world.mesh.size > 1:
+            first, more = next(iter(new)), len(new) - 1
+            what = f"values of {first}" + (f" and {more} more" if more else "")
+            remedy = (
+                "the step reads them outside the model: give every rank the same, with torch.manual_seed before they"
+                " are made, or make them part of the model, of which rank 0's values go to all"
+            )
+            agree(self.world, f"checksum {int(checksum(new, 0)):016x}", what, remedy=remedy)
+        self._compared |= new.keys()
 
     def run(
         self, batch: Any, key: int, train: bool = True, scale: Tensor | None = None, update: Update | None = None

@@ -74,15 +74,14 @@ class RankParameters:
         adopted: set[str] = set()
         self._reserve_disk(program)
         for name, value in initial_parameters(model, held, world, seed):
-            if name in changing:
-                assert value is not None
-                self.changing[name] = own[name].detach() if adopt else _unaliased(value.to(world.device), own[name])
-                adopted.add(name)
-            elif value is not None:
+            if value is not None:
                 can_adopt = adopt and is_whole(held[name]) and not own[name].is_meta
                 if can_adopt and (value.device != world.device or value.data_ptr() != own[name].data_ptr()):
                     own[name].data = value = value.to(world.device)  # the value of rank 0, where it is computed with
-                if self._store(name, value, own[name], cuts.get(name), sharding.parameters[name].narrow, can_adopt):
+                if name in changing:
+                    self.changing[name] = value if can_adopt else _unaliased(value.to(world.device), own[name])
+                    adopted.add(name)
+                elif self._store(name, value, own[name], cuts.get(name), sharding.parameters[name].narrow, can_adopt):
                     adopted.add(name)
         self._buckets = list(self._make_buckets())
         if self._shared:

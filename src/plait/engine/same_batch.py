@@ -110,7 +110,7 @@ class SameBatch:
         local = isinstance(batch, LocalBatch)
         what = _place(batch) if local else batch_signature(batch)
         place = zlib.crc32(what.encode())
-        content = _checksum(batch.tree if local else batch, self._num_batches)
+        content = checksum(batch.tree if local else batch, self._num_batches)
         if self._relaxed:
             self._compare_occasionally(batch, place if local else content, local)
         self._num_batches += 1
@@ -206,7 +206,7 @@ def _place(batch: LocalBatch) -> str:
     return f"{batch.place} with {numbers}" if numbers else batch.place
 
 
-def _checksum(batch: Any, step_index: int) -> int | Tensor:
+def checksum(batch: Any, step_index: int) -> int | Tensor:
     """A 63-bit checksum, which changes with any change of a small tensor, and with nearly any change of a large one."""
     found, on_device = 0, None
     for leaf in batch_leaves(batch).values():
