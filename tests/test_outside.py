@@ -384,6 +384,19 @@ def test_sparse_gradients_are_refused_by_name(make):
         plait.verify(model, lambda m, b: m(b[:, None]).mean(), torch.arange(8), "data=2")
 
 
+def test_what_a_distribution_computes_on_its_first_use_is_refused_and_undone_or_kept_from_before():
+    prior = torch.distributions.Categorical(logits=torch.arange(4.0).double())
+
+    def loss_fn(model, b):
+        return (model(b["x"]).square() * prior.probs).mean()
+
+    with pytest.raises(plait.CaptureError, match="leaves a tensor at loss_fn:prior.probs .* or read it once"):
+        plait.verify(net(), loss_fn, batch(), "data=2")
+    assert "probs" not in vars(prior)
+    prior.probs  # noqa: B018
+    assert plait.verify(net(), loss_fn, batch(), "data=2").ok
+
+
 def test_a_scripted_module_is_named():
     model = nn.Sequential(torch.jit.script(nn.Linear(16, 4)))
     with pytest.raises(plait.CaptureError, match="the module 0 is compiled by TorchScript"):

@@ -265,7 +265,7 @@ class Trainer:
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients for the next `optimizer_step`, before clipping: whole tensors by name, for parameters that have
-        one. Every rank calls it."""
+        one. Every rank calls it. They are copies: what is written to them changes no gradient."""
         return self.engine.gradients()
 
     def zero_grad(self) -> None:

@@ -89,9 +89,10 @@ def settled(found: Captured, watch: PythonWatch, again: Callable[[], Captured]) 
         second = found
     for effect in kept:
         if effect.place in second.outside or (second is found and isinstance(effect.holder.of, (list, deque))):
+            lazy = "" if effect.before is not MISSING else ", or read it once, if it is computed on its first use,"
             raise CaptureError(
                 f"the step leaves a tensor at {effect.place} that the next step reads; make it a buffer with"
-                " register_buffer before training begins, so that its value is kept"
+                f" register_buffer{lazy} before training begins, so that its value is kept"
             )
     return Changes(tuple(plain), same_step(found, second))
 

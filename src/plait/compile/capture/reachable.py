@@ -54,6 +54,8 @@ _OF_COLLECTIONS = (collections.UserDict, collections.UserList, collections.Chain
 _BY_KEYS = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__qualname__", "__firstlineno__")
 _CLOSED = {"torch", "plait", "numpy", "builtins", *sys.stdlib_module_names} - {"__main__", "argparse", "types"}
 
+_KEEPING = ("torch.distributions.", "torch.amp.")  # classes whose objects keep tensors that they compute on first use
+
 
 class Reached:
     """All that a step can read: `holders`, and by their places plain `values` and `tensors` outside the model."""
@@ -381,7 +383,7 @@ def _strings(code: types.CodeType) -> frozenset[str]:
 @functools.cache
 def _is_open(kind: type) -> bool:
     """Whether attributes of the class's objects are searched: those of the user's code and of most libraries are."""
-    return kind.__module__.partition(".")[0] not in _CLOSED
+    return kind.__module__.partition(".")[0] not in _CLOSED or kind.__module__.startswith(_KEEPING)
 
 
 @functools.cache
