@@ -385,7 +385,7 @@ def test_sparse_gradients_are_refused_by_name(make):
 
 
 def test_what_a_distribution_computes_on_its_first_use_is_refused_and_undone_or_kept_from_before():
-    prior = torch.distributions.Categorical(logits=torch.arange(4.0).double())
+    prior = torch.distributions.Categorical(logits=torch.arange(16.0).double())
 
     def loss_fn(model, b):
         return (model(b["x"]).square() * prior.probs).mean()
