@@ -163,3 +163,13 @@ def test_a_rule_may_be_repeated_and_not_changed() -> None:
     plait.op_rule(gate, "b h s D, b h s D -> b h s D")
     with pytest.raises(LayoutError, match="has a rule already, 'b h s D"):
         plait.op_rule(gate, "b H s D, b H s D -> b H s D")
+
+
+def test_a_custom_op_that_writes_to_what_it_is_given_is_refused_by_its_line() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        h = model(x)
+        put(h.detach().clone())
+        return h.square().mean()  # type: ignore[no-any-return]
+
+    with pytest.raises(plait.CaptureError, match="test_op_rule.py.*put.default writes to a tensor .* let it return"):
+        plait.verify(nn.Linear(4, 2), loss_fn, torch.randn(4, 4), "data=2")

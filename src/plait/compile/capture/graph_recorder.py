@@ -270,6 +270,11 @@ class GraphRecorder(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write
             for value in [args[position] if position < len(args) else kwargs.get(argument.name)]
         ]
+        if func.namespace not in ("aten", "prims"):
+            raise CaptureError(
+                f"the op {func} writes to a tensor that it is given, and has no form that does not; let it return the"
+                " new value, and write that with copy_"
+            )
         functional = _functional_form(func)
         target = written[0] if len(written) == 1 and isinstance(written[0], Tensor) else None
         groups = {self._group_of[id(t)] for t in _tensors(written)}
