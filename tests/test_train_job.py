@@ -13,7 +13,7 @@ from metrics_file import read_metrics
 
 from plait.api.job import server_training
 from plait.api.job.config import Config, load_config
-from plait.api.job.from_config import AUTO, Resume, check_job
+from plait.api.job.from_config import AUTO, Resume, check_job, hold_out
 from plait.api.job.training import Outcome, run_job
 from plait.engine.checkpoint import write
 from plait.errors import CheckpointError, ConfigError, LossError, PlanError
@@ -226,6 +226,18 @@ def test_a_killed_first_save_stops_nothing(folder: Path) -> None:
     assert len(losses("run")) == 4
     with pytest.raises(CheckpointError, match="holds checkpoints of an earlier run"):
         train("train.steps=5")
+
+
+def test_a_folder_to_which_another_run_writes_is_refused(folder: Path) -> None:
+    job = config("train.steps=1")
+    held = hold_out(job)
+    assert held is not None
+    for use in (lambda: check_job(job, Plan()), lambda: run_job(job, Plan())):
+        with pytest.raises(CheckpointError, match="train.out = .*: another run writes into this folder now"):
+            use()
+    os.close(held)
+    assert run_job(job, Plan()).step == 1
+    os.close(hold_out(job) or -1)
 
 
 def test_a_checkpoint_is_chosen_and_damage_elsewhere_does_not_matter(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import importlib.util
 import math
@@ -166,6 +167,28 @@ def make_out(config: Config) -> Path:
     return out
 
 
+def hold_out(config: Config) -> int | None:
+    """Lock the folder of the run until the returned file descriptor is closed; None where the file system has no locks.
+
+    Raises CheckpointError if another run has it, whose saves this one would take for those of a killed run.
+    """
+    try:
+        handle = os.open(make_out(config), os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        if not isinstance(error, BlockingIOError):
+            return None
+        raise CheckpointError(
+            f"train.out = {config.train.out!r}: another run writes into this folder now; stop that one, or name another"
+            " folder"
+        ) from None
+    return handle
+
+
 @dataclass(frozen=True)
 class Resume:
     """The start of a job: anew; from a checkpoint; or, with `auto`, from the newest checkpoint if there is one.
@@ -288,6 +311,8 @@ def _check_out(config: Config, plan: Plan, resume: Resume) -> None:
         raise ConfigError(
             f"train.out = {config.train.out!r} cannot be written: {there} is read-only; name another folder"
         )
+    if out.is_dir() and not under_launcher() and (held := hold_out(config)) is not None:
+        os.close(held)  # rank 0 takes it
     resume = resume.settled(folder)
     if resume.wanted:
         try:

@@ -19,6 +19,7 @@ from plait.api.job.from_config import (
     Data,
     Resume,
     checkpoint_folder,
+    hold_out,
     make_data,
     make_model,
     make_out,
@@ -89,6 +90,7 @@ class _Job:
     def __init__(self, config: Config, trainer: Trainer, data: Data, ends: list[StepEnd]) -> None:
         self.config, self.trainer, self.data, self.ends = config, trainer, data, ends
         self.folder = checkpoint_folder(config)
+        self.held: int | None = None  # the lock of the run's folder, on rank 0
         self.log: MetricsLog | None = None
         self.reporter: Reporter | None = None
         self.loaders: list[Loader] = []
@@ -107,6 +109,8 @@ class _Job:
                 self.log.close()
             if self.reporter is not None:
                 self.reporter.close()
+            if self.held is not None:
+                os.close(self.held)
 
     def _meet_after(self, step: int) -> int:
         """The first step at whose beginning a rank knows that all ranks have begun `step`."""
@@ -146,7 +150,8 @@ class _Job:
         return loader
 
     def _prepare_folder(self, resume: Resume) -> str:
-        """Remove the files of killed saves, on rank 0. Returns the checkpoint to load, or ""."""
+        """Hold the folder and remove the files of killed saves, on rank 0. Returns the checkpoint to load, or ""."""
+        self.held = hold_out(self.config)
         resume = resume.settled(self.folder)
         with contextlib.suppress(OSError):  # the first save looks again, and says what is wrong
             clean(folder_of(self.folder))
