@@ -46,6 +46,9 @@ def test_the_last_part_may_be_smaller_but_not_empty() -> None:
     assert [batch_part(five, index, 3)["x"].tolist() for index in range(3)] == [[0, 1], [2, 3], [4]]
     with pytest.raises(BatchError, match="5 rows does not make 4 parts"):
         batch_part(five, 0, 4)
+    boxes = {"x": torch.zeros(4, 3), "boxes": [torch.zeros(1, 4), torch.zeros(1, 4)]}  # a list of what each image has
+    with pytest.raises(BatchError, match=r"of 1 rows, counted by .* 4 of x\) does not make 2 parts.*batch_spec"):
+        batch_part(boxes, 0, 2)
 
 
 @pytest.mark.parametrize("plan", ["data=2", "data=2 batchnorm=local", "data=2 micro=2 batchnorm=local"])

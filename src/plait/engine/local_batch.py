@@ -84,7 +84,14 @@ def batch_part(batch: Any, index: int, count: int) -> Any:
     rows = num_rows(batch)
     step = -(-rows // count)
     if step * (count - 1) >= rows:
-        raise BatchError(f"a batch of {rows} rows does not make {count} parts; give at least a row for each")
+        others = [f"{size} of {name}" for name, size in row_sizes(batch) if size != rows]
+        counted = f", counted by the first dim of most of its tensors (but {others[0]})" if others else ""
+        spec = (
+            "; or say with a batch_spec which tensors have rows, as BatchSpec({'x': 'rows'})" if others else ""
+        )
+        raise BatchError(
+            f"a batch of {rows} rows{counted} does not make {count} parts; give at least a row for each{spec}"
+        )
     return take_rows(batch, rows, index * step, step)
 
 
