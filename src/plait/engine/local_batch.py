@@ -86,9 +86,7 @@ def batch_part(batch: Any, index: int, count: int) -> Any:
     if step * (count - 1) >= rows:
         others = [f"{size} of {name}" for name, size in row_sizes(batch) if size != rows]
         counted = f", counted by the first dim of most of its tensors (but {others[0]})" if others else ""
-        spec = (
-            "; or say with a batch_spec which tensors have rows, as BatchSpec({'x': 'rows'})" if others else ""
-        )
+        spec = "; or say with a batch_spec which tensors have rows, as BatchSpec({'x': 'rows'})" if others else ""
         raise BatchError(
             f"a batch of {rows} rows{counted} does not make {count} parts; give at least a row for each{spec}"
         )
