@@ -74,6 +74,12 @@ def test_family(family: str) -> None:
     if family not in ("gpt_neox", "bart"):  # of which more is gathered: for two norms, and for the cross-attention
         ways = itertools.product(("forward", "backward"), ("all_gather", "reduce_scatter"))
         assert sent == dict.fromkeys(ways, NUM_BLOCKS.get(family, 2)), sent
+    if family == "mixtral":  # a token travels once, whatever the number of its experts
+        sums = 1 + 2 + 2 + 1  # of the embedding, of attention and experts in each pass, of the head
+        for plan in ("tensor=2", PLANS[-1]):
+            found = explanation(Compiler(verifier.captures, Plan.parse(plan)).compiled(verifier.batch))
+            streams = sum(found.sent_bytes.values()) / (3 * LENGTH * TINY["hidden_size"] * 4)
+            assert sums <= streams < sums + 1
 
 
 def of_the_layer(verifier: plait.Verifier, plan: str) -> Counter[tuple[str, str]]:

@@ -370,12 +370,12 @@ def test_experts_are_split_inside() -> None:
     assert report.ok, report
 
 
-def test_experts_of_too_few_columns_a_rank_stay_whole() -> None:
-    """The grouped product wants rows of 16 bytes: 48 columns in bfloat16 are cut by two and not by four."""
+def test_experts_of_few_columns_a_rank_are_split() -> None:
+    """PyTorch's grouped product wants rows of 16 bytes, which 48 columns in bfloat16 cut by four have not."""
     verifier = plait.Verifier(experts().bfloat16(), hf_loss, text(4))
     report = verifier.verify("tensor=4")
     assert report.ok, report
-    assert "model.layers.0.mlp.experts.gate_up_proj" in whole_weights(compiled_of(verifier, "tensor=4"))
+    assert "model.layers.0.mlp.experts.gate_up_proj" not in whole_weights(compiled_of(verifier, "tensor=4"))
 
 
 # At their real widths, one layer each, as on any number of layers; on the meta device.

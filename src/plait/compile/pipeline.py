@@ -70,10 +70,9 @@ def _find_experts(draft: Draft) -> None:
     draft.graph = find_experts(draft.graph)
 
 
-def _cuts_rows(draft: Draft) -> bool:
-    """Whether ranks have rows or positions of their own, and do not only split weights or stages."""
-    kinds = [axis_kind(axis) for axis, size in draft.plan.mesh.axes if size > 1]
-    return draft.plan.sequence == "yes" or any(not kind.has_stages and not kind.cuts_weights for kind in kinds)
+def _cuts_values(draft: Draft) -> bool:
+    """Whether ranks have parts of values, and not only stages of their own."""
+    return any(not axis_kind(axis).has_stages for axis, size in draft.plan.mesh.axes if size > 1)
 
 
 def _sum_last(draft: Draft) -> None:
@@ -170,7 +169,7 @@ PASSES = (
     Pass("assign-roles", "finds the stages that split weights and the stages that split the batch", assign_roles,
          ["own gradients", "even batch"], when=lambda draft: bool(draft.plan.stages)),
     Pass("find-experts", "finds products with the weights of experts, whatever order their rows are in", _find_experts,
-         ["own gradients", "auxiliary calls"], ["experts"], when=_cuts_rows),
+         ["own gradients", "auxiliary calls"], ["experts"], when=_cuts_values),
     Pass("choose-layouts", "chooses which parameters are sharded over each axis", choose_layouts,
          ["own gradients", "auxiliary calls", "experts"], ["choices"]),
     Pass("shard", "propagates placements and writes the graph of one rank", shard,

@@ -229,7 +229,7 @@ class TransformerShape:
             return HALF_BYTES * tokens * (ends + kept / weights)
         whole, cut, arrived = self._whole_bytes(), self._cut_bytes(room), room * self._row_bytes
         scores = 5.0 * self.heads * self.sequence if self.stores_scores and recompute == NONE else 0.0
-        whole += arrived  # the results of experts, beside the rows that they are computed from
+        arrived *= 2  # the results of experts, beside the rows that they are computed from
         return tokens * ((whole / weights if sequence else whole) + arrived + (cut + scores) / weights)
 
     @property

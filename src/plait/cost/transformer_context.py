@@ -80,6 +80,6 @@ def received_bytes(
             width, statistics = width + queries, shape.heads / how.weights
     if recompute == BUDGET:
         width += 2 * shape.hidden * (how.sequence and how.weights > 1)  # gathered for attention and for the MLP
-        if how.experts > 1:  # rows that came, and those that came back, if they are not summed first
-            width += shape.experts_per_token * shape.hidden * (how.sent_rows + (how.weights == 1))
+        if how.experts > 1:  # rows that came, and those that came back
+            width += shape.experts_per_token * shape.hidden * (how.sent_rows + 1)
     return tokens * (program.value_bytes * width + _STATISTICS_BYTES * statistics)

@@ -39,8 +39,7 @@ def kept_bytes(
     wider = inputs * (program.stream_bytes - program.value_bytes) * shape.hidden * rows * shape.sequence
     found += wider / (how.weights if how.sequence else 1)
     if recompute == FULL and how.weights > 1 and not program.repeats_sums:
-        rows_of_experts = shape.experts_per_token if shape.num_experts > 1 else 0
-        sums = (1 + rows_of_experts) / (how.weights if how.sequence else 1)
+        sums = 1 / (how.weights if how.sequence else 1)  # that of attention
         found += program.value_bytes * rows * shape.sequence * shape.hidden * sums
     return found + received_bytes(shape, how, rows * shape.sequence, program, recompute)
 

@@ -411,21 +411,17 @@ def message_time(
 
 def _num_sums(shape: TransformerShape, how: Parallelism, program: TransformerProgram) -> tuple[float, float]:
     """How many sums over ranks that split weights a layer has in its forward and in its backward, each of the residual
-    stream: one of attention, one of the MLP. Results of experts are summed before a router weighs them, as the
-    router's gradient needs them whole: as many as a token has. Their gradients are added up before they are summed,
-    but where ranks have parts of the sequence, which gather these rows and scatter their sums."""
-    shared = int(shape.num_experts > 1 and shape.shared_ffn > 0)
-    forward: float = 1 + shape.experts_per_token + shared
-    backward = forward if how.sequence else 2.0 + shared
+    stream: one of attention, one of the MLP. Results of a token's experts are weighted and added up before they are
+    summed over ranks, and so are their gradients."""
+    forward = backward = 2.0 + int(shape.num_experts > 1 and shape.shared_ffn > 0)
     if how.recompute == FULL:
         backward += forward if program.repeats_sums else how.sequence * forward / 2  # a gather is half a sum
     return forward, backward
 
 
 def _num_exchanges(how: Parallelism) -> int:
-    """How often rows go to the ranks of their experts or back, in forward and in backward. A layer that is recomputed
-    keeps what is summed after they came back."""
-    return 4 if how.recompute != FULL else 5 if how.weights > 1 else 6
+    """How often rows go to the ranks of their experts or back, in forward and in backward."""
+    return 6 if how.recompute == FULL else 4
 
 
 def _repeated(

@@ -260,7 +260,8 @@ class Partitioner:
         if place is not None:
             info = info._replace(owner={**info.owner, self.axis: place.index})
         self.builder.info = info
-        if all(isinstance(p, (Replicate, Only)) for p in (*strategy.inputs, *strategy.outputs)):
+        whole = all(isinstance(p, (Replicate, Only)) for p in (*strategy.inputs, *strategy.outputs))
+        if whole and node.target is not comm_ops.constrain:
             self.local[node] = self.builder.node(node.target, args, kwargs, node.meta["val"])
             return
         rule = op_spec_of(node)

@@ -31,6 +31,7 @@ from plait.compile.ir.shapes import ProcessMemo, frozen, spec_of
 from plait.compile.ir.views import is_whole_view
 from plait.compile.ops import Call, OpSpec, Strategy, TensorSpec, View, strategies_of
 from plait.compile.sharding.decompose import decompose_node
+from plait.compile.sharding.deferred_sums import DeferredSums
 from plait.cost.collective_time import CollectiveKind, ring_bytes
 from plait.errors import PlanError, Refusal
 from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Shard, divides
@@ -48,6 +49,7 @@ class CallInput(NamedTuple):
     has_whole: bool  # whether it is a view of a value that exists whole
     of_parameter: bool  # whether it is a parameter, or a view or cast of one
     is_shared: bool  # whether other calls read it too
+    behind: float | None = None  # what is sent for it behind the call, if it is a sum that is better put off
 
 
 _NOWHERE: frozenset[Placement] = frozenset()
@@ -96,6 +98,7 @@ class Propagator:
         self.size = size
         self.local_statistics = local_statistics
         self.calls: dict[Node, Call] = {}
+        self.sums = DeferredSums(size, self.call, CollectiveKind.ALL_REDUCE.ways if not keeps_sequence else 1)
         self.available: dict[Node, set[Placement]] = {}  # placements in which a value exists already
         self.from_parameter: set[Node] = set()
         self.own: set[Node] = set()  # statistics of local rows, which differ between ranks
@@ -228,7 +231,7 @@ class Propagator:
         self, node: Node, rule: OpSpec, call: Call, inputs: list[Node], given: tuple[Placement, ...]
     ) -> tuple[Strategy, float, bool]:
         """The cheapest strategy, the bytes that it moves, and whether it changes the placement of a sharded input."""
-        sources = tuple([self._source(i, have) for i, have in zip(inputs, given, strict=True)])
+        sources = tuple([self._source(node, i, have) for i, have in zip(inputs, given, strict=True)])
         leaves = rule.copies is not None and only_leaves(node)
         options = (leaves, self.size, self.keeps_sequence)
         if not all(map(is_tensor, node.all_input_nodes)):  # the arguments hold a node, which must not be kept
@@ -240,11 +243,13 @@ class Propagator:
         found: tuple[Strategy, float, bool] = _chosen[key][0]
         return found
 
-    def _source(self, node: Node, have: Placement) -> CallInput:
+    def _source(self, reader: Node, node: Node, have: Placement) -> CallInput:
+        is_shared = len(node.users) > 1
         if isinstance(have, Replicate):  # nothing has to be moved but to a rank's own part
-            return CallInput(have, _NOWHERE, False, False, len(node.users) > 1)
+            return CallInput(have, _NOWHERE, False, False, is_shared)
         known = frozenset(self.available.get(node, ()))
-        return CallInput(have, known, self._has_whole(node), node in self.from_parameter, len(node.users) > 1)
+        behind = self.sums.sent_behind(reader, node) if isinstance(have, Partial) else None
+        return CallInput(have, known, self._has_whole(node), node in self.from_parameter, is_shared, behind)
 
     def _has_whole(self, node: Node) -> bool:
         """Whether a value is a view, such as a transpose, of one that exists whole already."""
@@ -410,10 +415,10 @@ def _cheapest(
         if terms:
             # A sum that is deferred has to be paid later. It counts slightly more if the value has other readers, so
             # that the value is summed once for all of them.
-            put_off = CollectiveKind.ALL_REDUCE.ways * ring_bytes(bytes_out, size)
-            again = any(
-                isinstance(p, Partial) and one.is_shared for one, p in zip(sources, strategy.inputs, strict=True)
-            )
+            deferred = [one for one, p in zip(sources, strategy.inputs, strict=True) if isinstance(p, Partial)]
+            behind = deferred[0].behind if terms == 1 else None
+            put_off = CollectiveKind.ALL_REDUCE.ways * ring_bytes(bytes_out, size) if behind is None else behind
+            again = behind is None and any(one.is_shared for one in deferred)
             cost += put_off * (1.01 if again and len(sources) > 1 and terms == 1 else 1.0)
         changes = sum(have != want for have, want in zip(given, strategy.inputs, strict=True))
         return cost, changes

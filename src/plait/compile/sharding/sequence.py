@@ -103,11 +103,41 @@ def constrain_sums(
     sums = [node for node in whole.nodes if node.op == "call_function" and _is_summed(node, summed)]
     names = dict.fromkeys(_first_sum(node, summed).name for node in sums)
     nodes = {node.name: node for node in graph.nodes}
-    return {
+    gathers = _smaller_sources(graph, [node.name for node in summed.strategies if _splits_weights(node, summed)], homes)
+    gathered: dict[str, Placement] = {_constrain(graph, value, reader): REPLICATE for value, reader in gathers}
+    return gathered | {
         _constrain(graph, nodes[name]): home
         for name in names
         if name in nodes and isinstance(home := homes.get(name, REPLICATE), Shard)
     }
+
+
+def _splits_weights(node: Node, found: Propagation) -> bool:
+    """Whether the node multiplies whole values with parts of weights."""
+    return _multiplies(node) and len({isinstance(want, Shard) for want in found.strategies[node].inputs}) == 2
+
+
+def _smaller_sources(
+    graph: Graph, products: Iterable[str], homes: Mapping[str, Placement]
+) -> dict[tuple[Node, Node], None]:
+    """Where to gather what these products read whole and is cut at home, if not before them: each value with its one
+    reader from which on it is whole. A token that is repeated for each of its experts is gathered once."""
+    found: dict[tuple[Node, Node], None] = {}
+    nodes = {node.name: node for node in graph.nodes}
+    for value in (each for name in products if name in nodes for each in tensor_inputs(nodes[name])):
+        node, least = value, num_bytes(value.meta["val"])
+        best, beside = list[tuple[Node, Node]](), list[tuple[Node, Node]]()
+        while isinstance(homes.get(node.name), Shard) and (sources := tensor_inputs(node)):
+            largest = max(sources, key=lambda each: num_bytes(each.meta["val"]))
+            if op_spec_of(node).weighted or (sources.index(largest),) not in op_spec_of(node).linear(call_of(node)):
+                break
+            beside += [(each, node) for each in sources if each is not largest]
+            gathered = [(largest, node), *beside]
+            if (size := sum(num_bytes(each.meta["val"]) for each, _ in gathered)) < least:
+                least, best = size, gathered
+            node = largest
+        found |= dict.fromkeys(best)
+    return found
 
 
 def _inputs_before_weights(graph: Graph) -> None:
@@ -155,12 +185,12 @@ def whole_sequences(found: Propagation) -> list[str]:
     return sorted(sizes, key=lambda name: -sizes[name])
 
 
-def _constrain(graph: Graph, value: Node) -> str:
-    """Put a call between a value and its readers. Returns its name."""
-    with graph.inserting_before(settled(value).next):
+def _constrain(graph: Graph, value: Node, reader: Node | None = None) -> str:
+    """Put a call between a value and its readers, or one of them. Returns its name."""
+    with graph.inserting_before(settled(value).next if reader is None else reader):
         made = graph.call_function(comm_ops.constrain, (value,))
-    describe(made, info_of(value), value.meta["val"])
-    value.replace_all_uses_with(made, lambda user: user is not made)
+    describe(made, info_of(value if reader is None else reader), value.meta["val"])
+    value.replace_all_uses_with(made, lambda user: user is not made and reader in (None, user))
     return made.name
 
 
@@ -178,10 +208,14 @@ def _is_summed(node: Node, found: Propagation) -> bool:
 
 
 def _first_sum(node: Node, found: Propagation) -> Node:
-    """The value that may be summed in place of `node`: before views, and factors such as those of dropout."""
+    """The smallest value that may be summed in place of `node`, the first of several: before views, and factors such as
+    those of dropout, but after the sum of what a token's experts give."""
+    least = node
     while len(terms := [i for i in tensor_inputs(node) if isinstance(found.placement(i), Partial)]) == 1:
         (node,) = terms
-    return node
+        if num_bytes(node.meta["val"]) <= num_bytes(least.meta["val"]):
+            least = node
+    return least
 
 
 def _is_product(node: Node, found: Propagation) -> bool:
