@@ -255,6 +255,35 @@ def test_a_mask_made_of_constants_is_known() -> None:
         assert verifier.verify(plan).ok, plan
 
 
+def test_times_that_are_written_in_place_are_known() -> None:
+    """As a solver of fixed steps has them: a grid whose last time is set, and results that are written one by one."""
+
+    def loss_fn(m: Any, b: Any) -> Tensor:
+        x = m(b["x"])
+        times, grid = torch.tensor([0.0, 0.5, 1.0]), torch.arange(4.0) * 0.3
+        grid[-1] = times[-1]
+        found, j = torch.empty(3, *x.shape, dtype=x.dtype), 1
+        found[0] = x
+        for begin, end in zip(grid[:-1], grid[1:], strict=True):
+            step = x + (end - begin) * torch.tanh(x)
+            while j < len(times) and end >= times[j]:
+                found[j] = x + (step - x) * ((times[j] - begin) / (end - begin))
+                j += 1
+            x = step
+        assert j == len(times)
+        return F.cross_entropy(found[1] + found[2], b["y"])
+
+    assert plait.verify(net(), loss_fn, batch(), "data=2 micro=2").ok
+
+    def written(m: Any, b: Any) -> Tensor:
+        x, times = m(b["x"]), torch.zeros(4, dtype=torch.float64)
+        times[:2] = x[0, :2].detach()
+        return x.square().mean() if times[1] > 0 else x.mean()
+
+    with pytest.raises(plait.CaptureError, match=r"test_late.py:\d+: .*times\[1\] > 0"):
+        plait.verify(net(), written, batch(), "data=2")
+
+
 class Speech(nn.Module):
     """Log-probabilities [T, N, C] of features [N, T, 8]."""
 

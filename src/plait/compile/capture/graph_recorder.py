@@ -67,7 +67,7 @@ class GraphRecorder(TorchDispatchMode):
         self._numbers: list[int] = []  # autograd's sequence number after each forward call, and the call's place
         self._places: list[int] = []
         self.mutating = False
-        self._stale: set[Node] = set()  # what tensors were before a call that is written as it is changed them
+        self._writes: dict[int, list[Node]] = {}  # the calls that change tensors of a group in place, by the group
         self.scalar: Callable[[Tensor], Any] | None = None  # answers Python when it asks a fake tensor for its number
         self.constants: dict[str, Tensor] = {}
         self.constant_nodes: list[Node] = []
@@ -132,23 +132,13 @@ class GraphRecorder(TorchDispatchMode):
         """The value of a tensor that depends only on constants and tensors from outside, and `with_buffers` on buffers;
         None for others."""
         node = self.nodes.get(id(tensor))
-        if node is None or self._depends_on_stale(node):
+        if node is None:
             return None
         constants = {n.name: self.constants[name] for n, name in zip(self.constant_nodes, self.constants, strict=True)}
         outside = {} if self.outside is None else self.outside.numbers(node, with_buffers)
         with _disable_current_modes(), torch.no_grad():
-            return known_value(node, {**constants, **outside})
-
-    def _depends_on_stale(self, node: Node) -> bool:
-        stack, seen = [node] if self._stale else [], {node}
-        while stack:
-            one = stack.pop()
-            if one in self._stale:
-                return True
-            new = [source for source in one.all_input_nodes if source not in seen]
-            seen.update(new)
-            stack += new
-        return False
+            written = {self.nodes[id(tensor)]: group for group in self._writes for tensor in self._groups[group]}
+            return known_value(node, {**constants, **outside}, lambda one: self._writes.get(written.get(one, -1), []))
 
     def place_of(self, number: int) -> int:
         """The place of the forward call for which autograd made the node with this sequence number."""
@@ -314,10 +304,11 @@ class GraphRecorder(TorchDispatchMode):
 
     def _as_it_is(self, func: Any, args: Any, kwargs: Any, groups: Collection[int]) -> Any:
         self.mutating = True
-        self._stale |= {self.nodes[id(peer)] for group in groups for peer in self._groups[group]}
         node_args, node_kwargs = map_aggregate((args, kwargs), self._node)
         result = func(*args, **kwargs)
         node = self.call(func, node_args, node_kwargs, result)
+        for group in groups:
+            self._writes.setdefault(group, []).append(node)
         results = result if isinstance(result, (tuple, list)) else [result]
         for i, part in enumerate(results):
             if isinstance(part, Tensor):

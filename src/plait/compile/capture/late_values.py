@@ -13,7 +13,7 @@ import math
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -415,24 +415,27 @@ def _formats(frame: FrameType) -> bool:
     return now is not None and now.opname == "BINARY_OP" and now.argrepr in ("%", "%=")
 
 
-def _ancestors(node: Node) -> Iterator[Node]:
+def _ancestors(node: Node, writes: Callable[[Node], Sequence[Node]]) -> Iterator[Node]:
     todo, seen = [node], {node}
     while todo:
         one = todo.pop()
         yield one
-        for source in one.all_input_nodes:
+        for source in (*one.all_input_nodes, *writes(one)):
             if source not in seen:
                 seen.add(source)
                 todo.append(source)
 
 
-def known_value(node: Node, constants: dict[str, Tensor]) -> Tensor | None:
+def known_value(
+    node: Node, constants: dict[str, Tensor], writes: Callable[[Node], Sequence[Node]]
+) -> Tensor | None:
     """The value of a node that depends on constants only, else None.
 
-    `constants` are values of placeholders by the names of their nodes.
+    `constants` are values of placeholders by the names of their nodes, `writes` the calls that have changed the value
+    of a node in place since it was computed.
     """
     needed = set()
-    for one in _ancestors(node):
+    for one in _ancestors(node, writes):
         if one.op == "placeholder" and one.name not in constants:
             return None
         if one.op == "call_function" and not (isinstance(one.target, OpOverload) or one.target is operator.getitem):
@@ -443,7 +446,7 @@ def known_value(node: Node, constants: dict[str, Tensor]) -> Tensor | None:
     env: dict[Node, Any] = {}
     for one in (each for each in node.graph.nodes if each in needed):
         if one.op == "placeholder":
-            env[one] = constants[one.name]
+            env[one] = constants[one.name].clone()
         else:
             args, kwargs = map_arg((one.args, one.kwargs), env.__getitem__)
             env[one] = one.target(*args, **kwargs)
