@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import warnings
@@ -264,7 +265,7 @@ def test_times_that_are_written_in_place_are_known() -> None:
         grid[-1] = times[-1]
         found, j = torch.empty(3, *x.shape, dtype=x.dtype), 1
         found[0] = x
-        for begin, end in zip(grid[:-1], grid[1:], strict=True):
+        for begin, end in itertools.pairwise(grid):
             step = x + (end - begin) * torch.tanh(x)
             while j < len(times) and end >= times[j]:
                 found[j] = x + (step - x) * ((times[j] - begin) / (end - begin))

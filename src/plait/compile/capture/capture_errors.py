@@ -120,8 +120,10 @@ def _reason(error: Exception, in_expert_loop: bool) -> str:
         return str(error)
     if isinstance(error, DataDependentOutputException):
         return (
-            f"Python needs the number in a tensor ({error.func}), but the graph must be the same for every batch; use"
-            " torch.where instead, and x.item() to print or keep the number"
+            f"Python needs the number in a tensor ({error.func}), but the graph must be the same for every batch; of a"
+            " branch compute both sides and take torch.where(condition, a, b), or leave it out if both give the same"
+            " numbers; x.item() prints or keeps the number; a tensor that is the same for every batch is known if it does"
+            " not come with the batch"
         )
     if isinstance(error, DynamicOutputShapeException):
         return (

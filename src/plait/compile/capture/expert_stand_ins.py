@@ -131,6 +131,9 @@ class ExpertRows(Selected):
     def filled(self, values: Tensor, fill: float | None = None) -> Tensor:
         raise dynamic()
 
+    def between(self, begin: int, end: int | None) -> ExpertRows:
+        raise dynamic()
+
     @property
     def count(self) -> Tensor:
         raise dynamic()

@@ -426,9 +426,7 @@ def _ancestors(node: Node, writes: Callable[[Node], Sequence[Node]]) -> Iterator
                 todo.append(source)
 
 
-def known_value(
-    node: Node, constants: dict[str, Tensor], writes: Callable[[Node], Sequence[Node]]
-) -> Tensor | None:
+def known_value(node: Node, constants: dict[str, Tensor], writes: Callable[[Node], Sequence[Node]]) -> Tensor | None:
     """The value of a node that depends on constants only, else None.
 
     `constants` are values of placeholders by the names of their nodes, `writes` the calls that have changed the value

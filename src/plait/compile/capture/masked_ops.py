@@ -176,6 +176,8 @@ def _get(func: Any, x: Any, index: Any) -> Any:
         same_rows([x, index])
         return Selected.of(x.values, x.keep & index.values, x.owner)
     items = index if isinstance(index, tuple) else (index,)
+    if items and _cuts_rows(items[0]):
+        return _get(func, x.between(items[0].start or 0, items[0].stop), (slice(None), *items[1:]))
     if items and items[0] is Ellipsis and len([i for i in items if i is not None]) - 1 < x.ndim:
         ok = all(i is Ellipsis or i is None or isinstance(i, (int, slice)) for i in items)
     else:
@@ -184,6 +186,12 @@ def _get(func: Any, x: Any, index: Any) -> Any:
     if not ok:
         raise dynamic()
     return x.reshaped(x.values[index])
+
+
+def _cuts_rows(index: Any) -> bool:
+    """Whether an index is `[a:b]`, by numbers that count from the first row."""
+    ends = (index.start, index.stop) if isinstance(index, slice) and index.step in (None, 1) else ()
+    return any(end is not None for end in ends) and all(end is None or (type(end) is int and end >= 0) for end in ends)
 
 
 # ---- what goes over the rows ----

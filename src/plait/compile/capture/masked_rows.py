@@ -107,6 +107,16 @@ class Selected:
         wide = self.keep.reshape(self.keep.shape + (1,) * (values.ndim - 1))
         return torch.where(wide, values, torch.full((), fill, dtype=values.dtype, device=values.device))
 
+    def between(self, begin: int, end: int | None) -> Selected:
+        """Of the rows that count those from the place `begin` on, before `end`."""
+        place = self.keep.cumsum(0)
+        keep = self.keep & (place > begin)
+        found = Selected(self.values, self.owner.mask(keep if end is None else keep & (place <= end)), self.owner)
+        if not self.positions:
+            return found.like(found.filled(self.values))
+        found.positions = True
+        return found
+
     @property
     def count(self) -> Tensor:
         """The number of rows that count, as a 0-d tensor."""
