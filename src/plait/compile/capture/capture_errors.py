@@ -122,8 +122,8 @@ def _reason(error: Exception, in_expert_loop: bool) -> str:
         return (
             f"Python needs the number in a tensor ({error.func}), but the graph must be the same for every batch; of a"
             " branch compute both sides and take torch.where(condition, a, b), or leave it out if both give the same"
-            " numbers; x.item() prints or keeps the number; a tensor that is the same for every batch is known if it does"
-            " not come with the batch"
+            " numbers; x.item() prints or keeps the number; a tensor that is the same for every batch is known if it"
+            " does not come with the batch"
         )
     if isinstance(error, DynamicOutputShapeException):
         return (
