@@ -271,7 +271,9 @@ def test_times_that_are_written_in_place_are_known() -> None:
                 found[j] = x + (step - x) * ((times[j] - begin) / (end - begin))
                 j += 1
             x = step
-        assert j == len(times)
+        twice = grid * 2
+        grid.add_(1.0)
+        assert j == len(times) and twice[-1] == 2.0 and grid[-1] == 2.0  # with the first write alone
         return F.cross_entropy(found[1] + found[2], b["y"])
 
     assert plait.verify(net(), loss_fn, batch(), "data=2 micro=2").ok

@@ -180,7 +180,7 @@ def test_masks_that_the_model_keeps(how: str, in_buffer: bool) -> None:
     assert report.ok, report
 
 
-def test_a_mask_is_known_beside_tensors_that_change_in_place_and_not_if_it_does() -> None:
+def test_a_mask_is_known_beside_tensors_that_change_in_place_and_if_it_does() -> None:
     torch.manual_seed(0)
 
     def loss_fn(model: nn.Module, x: Tensor, turned: bool) -> Tensor:
@@ -188,16 +188,15 @@ def test_a_mask_is_known_beside_tensors_that_change_in_place_and_not_if_it_does(
         h[0] += 1  # a view's write stays as it is in the graph till the capture ends
         mask = model[0].mask.clone()
         if turned:
-            mask[:4].logical_not_()
+            mask[:8].logical_not_()
         whole = h.new_zeros(12)
         whole[mask] = model[0].two[:, 0]
         return model[1](h + whole).square().mean()
 
     model = nn.Sequential(Merged("rows", False), nn.Linear(12, 4)).double()
-    report = plait.verify(model, functools.partial(loss_fn, turned=False), batch()["x"], "data=2")
-    assert report.ok, report
-    with pytest.raises(plait.CaptureError, match="depends on the numbers"):
-        plait.verify(model, functools.partial(loss_fn, turned=True), batch()["x"], "data=2")
+    for turned in (False, True):
+        report = plait.verify(model, functools.partial(loss_fn, turned=turned), batch()["x"], "data=2")
+        assert report.ok, report
 
 
 def test_a_mask_that_the_user_changes() -> None:

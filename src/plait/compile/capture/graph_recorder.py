@@ -67,7 +67,7 @@ class GraphRecorder(TorchDispatchMode):
         self._numbers: list[int] = []  # autograd's sequence number after each forward call, and the call's place
         self._places: list[int] = []
         self.mutating = False
-        self._writes: dict[int, list[Node]] = {}  # the calls that change tensors of a group in place, by the group
+        self._writes: dict[Node, list[Node]] = {}  # the calls that changed a value in place, since it was computed
         self.scalar: Callable[[Tensor], Any] | None = None  # answers Python when it asks a fake tensor for its number
         self.constants: dict[str, Tensor] = {}
         self.constant_nodes: list[Node] = []
@@ -137,8 +137,7 @@ class GraphRecorder(TorchDispatchMode):
         constants = {n.name: self.constants[name] for n, name in zip(self.constant_nodes, self.constants, strict=True)}
         outside = {} if self.outside is None else self.outside.numbers(node, with_buffers)
         with _disable_current_modes(), torch.no_grad():
-            written = {self.nodes[id(tensor)]: group for group in self._writes for tensor in self._groups[group]}
-            return known_value(node, {**constants, **outside}, lambda one: self._writes.get(written.get(one, -1), []))
+            return known_value(node, {**constants, **outside}, self._writes)
 
     def place_of(self, number: int) -> int:
         """The place of the forward call for which autograd made the node with this sequence number."""
@@ -304,11 +303,12 @@ class GraphRecorder(TorchDispatchMode):
 
     def _as_it_is(self, func: Any, args: Any, kwargs: Any, groups: Collection[int]) -> Any:
         self.mutating = True
+        changed = {self.nodes[id(peer)] for group in groups for peer in self._groups[group]}
         node_args, node_kwargs = map_aggregate((args, kwargs), self._node)
         result = func(*args, **kwargs)
         node = self.call(func, node_args, node_kwargs, result)
-        for group in groups:
-            self._writes.setdefault(group, []).append(node)
+        for value in changed:
+            self._writes.setdefault(value, []).append(node)
         results = result if isinstance(result, (tuple, list)) else [result]
         for i, part in enumerate(results):
             if isinstance(part, Tensor):

@@ -13,7 +13,7 @@ import math
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -415,18 +415,18 @@ def _formats(frame: FrameType) -> bool:
     return now is not None and now.opname == "BINARY_OP" and now.argrepr in ("%", "%=")
 
 
-def _ancestors(node: Node, writes: Callable[[Node], Sequence[Node]]) -> Iterator[Node]:
+def _ancestors(node: Node, writes: Mapping[Node, Sequence[Node]]) -> Iterator[Node]:
     todo, seen = [node], {node}
     while todo:
         one = todo.pop()
         yield one
-        for source in (*one.all_input_nodes, *writes(one)):
+        for source in (*one.all_input_nodes, *writes.get(one, ())):
             if source not in seen:
                 seen.add(source)
                 todo.append(source)
 
 
-def known_value(node: Node, constants: dict[str, Tensor], writes: Callable[[Node], Sequence[Node]]) -> Tensor | None:
+def known_value(node: Node, constants: dict[str, Tensor], writes: Mapping[Node, Sequence[Node]]) -> Tensor | None:
     """The value of a node that depends on constants only, else None.
 
     `constants` are values of placeholders by the names of their nodes, `writes` the calls that have changed the value
