@@ -164,6 +164,22 @@ def _to_neighbours(comm: Comm, to_next: Tensor, to_previous: Tensor) -> tuple[Te
     return left, right
 
 
+@carries_out(comm_ops.pass_state)
+def pass_state(
+    world: World, term: Tensor, axis: str, factor: Tensor | None, first: Tensor | None, reverse: bool
+) -> Tensor:
+    """The state before this rank's steps, from the rank before it; the next rank gets that after them."""
+    comm = world.comm(axis)
+    before, after = (comm.rank + 1, comm.rank - 1) if reverse else (comm.rank - 1, comm.rank + 1)
+    if 0 <= before < comm.size:
+        state = comm.recv(term, before).wait()
+    else:
+        state = torch.zeros_like(term) if first is None else first.contiguous()
+    if 0 <= after < comm.size:
+        comm.send(term if factor is None else torch.addcmul(term, factor, state), after).wait()
+    return state
+
+
 @carries_out(comm_ops.exchange_rows)
 def exchange_rows(world: World, tensor: Tensor, axis: str, counts: Tensor, back: bool) -> Tensor:
     """Rank i gets the next counts[0, i] rows of the tensor; the result has counts[1, j] rows from rank j. With `back`

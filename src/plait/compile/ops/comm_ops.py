@@ -73,6 +73,9 @@ ring_attention_backward = CommOp("ring_attention_backward")
 halo = CommOp("halo")
 # (tensor, axis, dim, before, after): terms for a part and for such edges -> the part, with its neighbours' terms added
 halo_sum = CommOp("halo_sum")
+# (term, axis, factor, first, reverse): the state before this rank's steps, which together are factor * state + term.
+# That of the first rank is `first`, or zeros; `reverse`: the last rank's. Without a factor the next state is the term
+pass_state = CommOp("pass_state")
 gather_part = CommOp("gather_part")  # (part, axis, cut): each rank's part -> whole
 scatter_part = CommOp("scatter_part")  # (tensor, axis, cut): partial sums -> this rank's part of the sum
 take_part = CommOp("take_part")  # (tensor, axis, cut): whole -> this rank's part; nothing is sent
@@ -268,9 +271,9 @@ register(
 _TRAVELS = OpSpec(communicates=Communication(CollectiveKind.RING, axis=3, counted=True))
 register(ring_attention, spec=_TRAVELS)
 register(ring_attention_backward, spec=_TRAVELS)
-_TO_NEIGHBOURS = OpSpec(communicates=Communication(CollectiveKind.HALO, counted=True))
-register(halo, spec=_TO_NEIGHBOURS)
-register(halo_sum, spec=_TO_NEIGHBOURS)
+TO_NEIGHBOURS = OpSpec(communicates=Communication(CollectiveKind.HALO, counted=True))
+register(halo, spec=TO_NEIGHBOURS)
+register(halo_sum, spec=TO_NEIGHBOURS)
 register(gather_part, spec=OpSpec(moves=True, communicates=Communication(CollectiveKind.ALL_GATHER)))
 register(scatter_part, spec=OpSpec(communicates=Communication(CollectiveKind.REDUCE_SCATTER)))
 register(take_part, spec=OpSpec(memory=MemoryUse(BUFFERS, GRADIENTS)))

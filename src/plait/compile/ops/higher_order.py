@@ -1,9 +1,9 @@
 """Higher-order operators as plain ops: flex_attention, scan, associative_scan, map.
 
-Each is run by PyTorch's own definition of it. flex_attention becomes products, the user's functions of scores and
-positions, and a softmax over written-out scores; a scan becomes its steps. All of that is cut by the rules of the ops
-that it is made of: over rows, heads and queries, with what the user's functions read of the batch or of other tensors.
-The blocks of a block mask, which say what a kernel may leave out, are not needed.
+Each is run by PyTorch's own definition of it, but for scan. flex_attention becomes products, the user's functions of
+scores and positions, and a softmax over written-out scores; a scan becomes its steps. All of that is cut by the rules
+of the ops that it is made of: over rows, heads and queries, with what the user's functions read of the batch or of
+other tensors. The blocks of a block mask, which say what a kernel may leave out, are not needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from plait.errors import CaptureError
 # names of the function's arguments from the third on, where they are others.
 _DEFINITIONS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "flex_attention": ("flex_attention", "math_attention", ()),
-    "scan": ("scan", "generic_scan", ("xs", "additional_inputs")),
     "associative_scan": ("associative_scan", "generic_associative_scan", ("additional_inputs",)),
     "map_impl": ("map", "map_dense", ()),
 }
@@ -75,6 +74,8 @@ def _written(op: HigherOrderOperator) -> Callable[..., Any]:
             f"torch.{name} chooses by a tensor what is computed, which a graph cannot; compute both and choose with"
             " torch.where, or write a loop of a fixed number of steps"
         )
+    if name == "scan":
+        return _scanned
     if name not in _DEFINITIONS:
         return op
     if name == "flex_attention":
@@ -84,6 +85,16 @@ def _written(op: HigherOrderOperator) -> Callable[..., Any]:
     if not names:
         return found
     return lambda *args, **kwargs: found(*args[:2], **dict(zip(names, args[2:], strict=False)), **kwargs)
+
+
+def _scanned(step: Callable[..., Any], init: Any, xs: Any, additional_inputs: Any = ()) -> tuple[Any, ...]:
+    """The steps of a scan over dim 0, and stacks of their results: torch's own definition writes these to tensors."""
+    carry, rows = tuple(init), []
+    for i in range(xs[0].shape[0]):
+        found = tuple(step(*carry, *(x.select(0, i) for x in xs), *additional_inputs))
+        carry, row = found[: len(init)], found[len(init) :]
+        rows.append(row)
+    return (*carry, *(None if each[0] is None else torch.stack(each) for each in zip(*rows, strict=True)))
 
 
 def _scattered(shape: list[int], indices: list[Tensor], values: Tensor) -> Tensor:
