@@ -23,9 +23,10 @@ from plait.compile.passes.find_experts import find_experts
 from plait.compile.passes.group_experts import group_experts
 from plait.compile.passes.late_sums import sum_last
 from plait.compile.passes.recomputation import recompute, widen_again
+from plait.compile.passes.roll_loops import roll_loops
 from plait.compile.passes.zero import gather_parameters, join_sums, scatter_gradients
 from plait.compile.rank_program import RankProgram, StepGraph, cell_name
-from plait.compile.shard import assign_roles, check_batch, choose_layouts, shard
+from plait.compile.shard import assign_roles, check_batch, choose_layouts, sequence_lengths, shard
 from plait.compile.sharding.flat_shards import cuts_of
 from plait.compile.sharding.formats import keep_formats, note_formats
 from plait.compile.stages.split import cut_in_stages, split_in_cells
@@ -60,6 +61,14 @@ def _own_gradients(draft: Draft) -> None:
 
 def _group_experts(draft: Draft) -> None:
     draft.graph = group_experts(draft.graph, draft.plan.expert_capacity or 0.0, draft.plan.fixed_rows)
+
+
+def _roll_loops(draft: Draft) -> None:
+    draft.graph = roll_loops(draft.graph, sequence_lengths(draft.captured).values())
+
+
+def _cuts_sequence(draft: Draft) -> bool:
+    return any(axis_kind(axis).cuts_sequence for axis, size in draft.plan.mesh.axes if size > 1)
 
 
 def _join_sums(draft: Draft) -> None:
@@ -168,6 +177,8 @@ PASSES = (
     Pass("check-batch", "checks that the plan divides the batch", check_batch, provides=["even batch"]),
     Pass("assign-roles", "finds the stages that split weights and the stages that split the batch", assign_roles,
          ["own gradients", "even batch"], when=lambda draft: bool(draft.plan.stages)),
+    Pass("roll-loops", "writes loops over positions as calls for all positions", _roll_loops,
+         ["own gradients", "auxiliary calls"], when=_cuts_sequence),
     Pass("find-experts", "finds products with the weights of experts, whatever order their rows are in", _find_experts,
          ["own gradients", "auxiliary calls"], ["experts"], when=_cuts_values),
     Pass("choose-layouts", "chooses which parameters are sharded over each axis", choose_layouts,

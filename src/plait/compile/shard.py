@@ -295,7 +295,7 @@ def _constrain(draft: Draft, graph: Graph, kind: AxisKind, parameters: Mapping[s
     blocks = _blocks(calls, plan, size)
     cuts = constrain_sequence(graph, dims, size, blocks)
     if not cuts and draft.trains:
-        refusal = no_sequence(kind.name, size, _lengths(captured), blocks or 1)
+        refusal = no_sequence(kind.name, size, sequence_lengths(captured), blocks or 1)
         raise PlanError(refusal)
     names = {i.node: i.name for i in captured.inputs}
     for leaf, what in what_is_cut(graph, cuts).items():
@@ -306,7 +306,7 @@ def _constrain(draft: Draft, graph: Graph, kind: AxisKind, parameters: Mapping[s
 def _check_cut(draft: Draft, axis: str, laid_out: Propagation, share: float) -> None:
     """Raise PlanError if an axis that cuts the sequence splits too small a `share` of the step's floating-point
     operations, or no attention in the way that the plan asks for."""
-    plan, size, lengths = draft.plan, laid_out.size, _lengths(draft.captured)
+    plan, size, lengths = draft.plan, laid_out.size, sequence_lengths(draft.captured)
     if plan.context_kind != "auto" and (whole := whole_attention(laid_out)):
         refusal = unsplit_attention(plan, axis, size, whole)
         raise PlanError(refusal)
@@ -316,7 +316,7 @@ def _check_cut(draft: Draft, axis: str, laid_out: Propagation, share: float) -> 
         raise PlanError(refusal)
 
 
-def _lengths(captured: Captured) -> dict[str, int]:
+def sequence_lengths(captured: Captured) -> dict[str, int]:
     """The length of the sequence of each tensor of the batch that has one."""
     values = {node.name: node.meta["val"] for node in placeholders(captured.graph)}
     shapes = {i.name: values[i.node].shape for i in captured.inputs if i.name in captured.sequence_dims}
