@@ -66,7 +66,7 @@ NUMBERS: Mapping[str, NumberRow] = {
     ),
     "device.beside_transfers": NumberRow("the fraction of its speed", 0.01, 1, _MEASURE, needed=False),
     "device.price_per_hour": NumberRow("US dollars", 0, 1e4, "the price list of the cloud", needed=False),
-    "links.latency": NumberRow("seconds", 0, 10, _NETWORK),
+    "links.latency": NumberRow("seconds", 0, 1, _NETWORK),
     "links.bandwidth": NumberRow("bytes/s in one direction, not bits", 1e4, 1e14, _NETWORK),
     "links.at_once": NumberRow(
         "transfers", 1, 1e4, "the number of links or cards of a domain of the level below", False, whole=True
