@@ -102,9 +102,18 @@ def _backward(
                     found = one_device_loss(own, loss_fn, part, num_parts)
                 objective(found).backward()
         except RuntimeError as error:
-            if (refusal := precision.refusal(error, "")) is None:
+            if (refusal := precision.refusal(error, _module_of(error, own))) is None:
                 raise
             raise refusal from error
+    return found
+
+
+def _module_of(error: BaseException, model: nn.Module) -> str:
+    """The name of the innermost module whose forward raised the error; "" if none did."""
+    names, found, traceback = {id(each): name for name, each in model.named_modules()}, "", error.__traceback__
+    while traceback is not None:
+        found = names.get(id(traceback.tb_frame.f_locals.get("self")), found)
+        traceback = traceback.tb_next
     return found
 
 
