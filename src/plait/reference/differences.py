@@ -284,18 +284,19 @@ def _differences(
     overall = max((_largest(tensor) for tensor in floats), default=0.0)
 
     def rounding_of(name: str) -> float:
-        own = of(name)
-        return max((own.margin * _apart(getattr(run, kind)[name], reference[name]) for run in own.again), default=0.0)
+        own, value = of(name), reference[name]
+        # A repetition may send no row to an expert, whose weights then have no gradient.
+        repeated = [getattr(run, kind).get(name, torch.zeros_like(value)) for run in own.again]
+        return max((own.margin * _apart(each, value) for each in repeated), default=0.0)
 
     for name, tensor in reference.items():
-        if name not in mine:
-            # autograd gives an unused parameter no gradient or zeros; both mean the same
-            found.append(Difference(name, 0.0 if _largest(tensor) == 0 else math.inf))
-            continue
-        if mine[name].shape != tensor.shape:
+        there = mine.get(name)
+        if there is None and (kind == "gradients" or not _largest(tensor)):
+            there = torch.zeros_like(tensor)  # autograd gives an unused parameter no gradient or zeros
+        if there is None or there.shape != tensor.shape:
             found.append(Difference(name, math.inf))
             continue
-        apart = _apart(mine[name], tensor)
+        apart = _apart(there, tensor)
         largest = _largest(_reals(tensor).nan_to_num(posinf=0.0, neginf=0.0))
         eps = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
         zero_sum = max(_ZERO_SUM_ULPS * min(eps, LAST_BITS["fp32"] / 8), _ZERO_SUM if eps else 0.0)
