@@ -208,7 +208,7 @@ NO_REFUSAL = {
     "api/job/this_machine.py": "argument",
     "api/plan_model.py": "model", "api/job/plan_command.py": "argument", "engine/gradient_noise.py": "argument",
     "api/memory.py": "argument", "api/verify.py": "argument", "comm/algorithms.py": "argument",
-    "compile/capture/capture.py": "model", "compile/capture/fake_parameters.py": "model",
+    "compile/capture/outside_tensors.py": "model", "compile/capture/fake_parameters.py": "model",
     "compile/capture/random_sources.py": "model", "compile/pass_base.py": "argument",
     "compile/stages/assign.py": "job", "compile/stages/split.py": "argument", "cost/simulate.py": "argument",
     "cost/collective_time.py": "argument", "cost/transformer_step.py": "argument",
