@@ -285,6 +285,25 @@ def test_compiled_plans_keep_their_numbers(plan: str, verifier: plait.Verifier, 
     assert report.ok, report
 
 
+class TwoBiases(nn.Module):
+    """Biases with equal gradients, which Inductor computes once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.more = nn.Linear(8, 8), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x) + self.more)
+
+
+def test_equal_gradients_have_memory_of_their_own(inductor: Path) -> None:
+    """Each is added to in place, by one microbatch after the other."""
+    model = nn.Sequential(TwoBiases(), nn.Linear(8, 4)).double()
+    x = torch.randn(4, 8, dtype=torch.float64)
+    report = plait.verify(model, lambda m, x: m(x).square().mean(), x, "pipeline=2 micro=2 cut=1 compile=inductor")
+    assert report.ok, report
+
+
 def test_what_was_compiled_is_loaded_in_the_next_run(
     inductor: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from plait.backends.inductor.region_graph import RegionFunction, RunRegion
+from plait.backends.inductor.region_graph import RegionFunction, RunRegion, base_of
 from plait.backends.inductor.toolchain import broken_compiler, missing_compiler
 from plait.compile.ir.calls import device_type, output_node, placeholders
 from plait.compile.ir.node_info import info_of
@@ -128,7 +128,7 @@ def _compile(function: RegionFunction, settings: Mapping[str, Any], plan: Plan) 
             lacks = broken_compiler(device_type(function.graph))
             refusal = no_compiler(plan, lacks) if lacks else _cannot_compile(function, plan, error)
             raise PlanError(refusal) from error
-    return _checked(compiled, [tuple(value.stride()) for value in likes])
+    return _checked(compiled, [tuple(value.stride()) for value in likes], output_node(function.graph).args[0])
 
 
 def _cannot_compile(function: RegionFunction, plan: Plan, error: Exception) -> Refusal:
@@ -148,16 +148,35 @@ def _cannot_compile(function: RegionFunction, plan: Plan, error: Exception) -> R
     )
 
 
-def _checked(compiled: Any, strides: Sequence[tuple[int, ...]]) -> RunRegion:
-    """The compiled function, given tensors of the strides that it was compiled for."""
+def _checked(compiled: Any, strides: Sequence[tuple[int, ...]], results: Any) -> RunRegion:
+    """The compiled function, given tensors of the strides that it was compiled for, with results that may each be
+    written to: Inductor computes equal ones once, and returns the same memory for them."""
+    shared: list[int] | None = None  # the results to copy, known from the first call on
 
     def run(given: list[Tensor]) -> Sequence[Tensor]:
+        nonlocal shared
         for index, stride in enumerate(strides):
             if given[index].stride() != stride:
                 given[index] = _restrided(given[index], stride)
-        return compiled(given)  # type: ignore[no-any-return]
+        found: list[Tensor] = list(compiled(given))
+        if shared is None:
+            shared = _in_shared_memory(found, results)
+        for index in shared:
+            found[index] = found[index].clone()
+        return found
 
     return run
+
+
+def _in_shared_memory(found: Sequence[Any], results: Sequence[Any]) -> list[int]:
+    """The results that have the memory of earlier ones, of which they are no views in the region's graph."""
+    bases, shared = dict[int, Node](), list[int]()
+    for index, (tensor, node) in enumerate(zip(found, results, strict=True)):
+        if isinstance(tensor, Tensor) and tensor.numel() and isinstance(node, Node):
+            base = base_of(node)
+            if bases.setdefault(tensor.untyped_storage().data_ptr(), base) is not base:
+                shared.append(index)
+    return shared
 
 
 def _restrided(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:

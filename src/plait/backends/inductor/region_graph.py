@@ -161,18 +161,21 @@ def with_regions(graph: Graph, steps: Collection[Step], functions: Mapping[Fused
     return found
 
 
+def base_of(node: Node) -> Node:
+    """The call whose result a value is, or a view of."""
+    while is_item(node) or is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def own_results(graph: Graph, indices: Collection[int]) -> Graph:
     """Copy the results of a graph at these indices that a region returns, or views of what one returns. Changes `graph`
     and returns it."""
     end = output_node(graph)
     results = list(end.args[0])  # type: ignore[arg-type]
     for index in indices:
-        base = results[index]
-        while isinstance(base, Node) and (is_item(base) or is_view(base)):
-            base = base.all_input_nodes[0]
-        if isinstance(base, Node) and isinstance(base.target, RegionFunction):
-            result = results[index]
-            assert isinstance(result, Node)
+        result = results[index]
+        if isinstance(result, Node) and isinstance(base_of(result).target, RegionFunction):
             with graph.inserting_before(end):
                 results[index] = graph.call_function(torch.ops.aten.clone.default, (result,))
             results[index].meta = dict(result.meta)
