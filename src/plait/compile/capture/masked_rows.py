@@ -108,7 +108,7 @@ class Selected:
         return torch.where(wide, values, torch.full((), fill, dtype=values.dtype, device=values.device))
 
     def between(self, begin: int, end: int | None) -> Selected:
-        """Of the rows that count those from the place `begin` on, before `end`."""
+        """The rows at the places from `begin` to `end`, of those that count."""
         place = self.keep.cumsum(0)
         keep = self.keep & (place > begin)
         found = Selected(self.values, self.owner.mask(keep if end is None else keep & (place <= end)), self.owner)

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Gathered:
-    """A value of each round, which are gathered.
+    """The values of all rounds, gathered in one result.
 
     Attributes:
         node: the call whose result has them; of a sum, the last addition.
@@ -82,7 +82,7 @@ def _adds(node: Node) -> bool:
 
 
 def _sums(graph: Graph, num: int) -> Iterator[GradientSum]:
-    """The sums of gradients of at least as many terms."""
+    """The sums of gradients that have a term for each of `num` rounds, or for all but one."""
     for node in graph.nodes:
         if not _adds(node) or (len(node.users) == 1 and all(_adds(user) and _fits(user, node) for user in node.users)):
             continue
@@ -141,7 +141,7 @@ def _gradient(term: Node) -> Node:
 
 
 def _slice_gradient(node: Node, num: int) -> tuple[int, bool, int] | None:
-    """Of the gradient of a slice: the dim, whether the slice keeps it, and the position."""
+    """The slice that a call gives the gradient of: its dim, whether it keeps the dim, and its position."""
     given: Any = node.args
     if len(node.users) != 1 or node.target not in (aten.select_backward.default, aten.slice_backward.default):
         return None

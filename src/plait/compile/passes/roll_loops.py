@@ -86,19 +86,20 @@ def _form(node: Node) -> Any:
 # What a round reads of the round before
 
 
-def _reaches(operand: Any, target: Before, seen: set[int]) -> bool:
-    """Whether an operand is computed from what a round reads of the round before."""
-    if operand is target:
-        return True
-    if not isinstance(operand, (Lanes, Before)) or id(operand) in seen:
-        return False
-    seen.add(id(operand))
-    reads: Iterable[Any] = operand.reads() if isinstance(operand, Lanes) else (operand.lanes,)
-    return any(_reaches(each, target, seen) for each in reads)
-
-
 def reaches(operand: Any, target: Before) -> bool:
-    return _reaches(operand, target, set())
+    """Whether an operand is computed from what a round reads of the round before."""
+    found: list[Any] = [operand]
+    seen = {id(operand)}
+    for each in found:
+        if each is target:
+            return True
+        reads: Iterable[Any] = ()
+        if isinstance(each, (Lanes, Before)):
+            reads = each.reads() if isinstance(each, Lanes) else (each.lanes,)
+        new = [read for read in reads if id(read) not in seen]
+        seen.update(map(id, new))
+        found += new
+    return False
 
 
 def _is_linear(before: Before) -> bool:
@@ -281,7 +282,7 @@ class _Writer:
         try:
             with tracing, mode, torch.no_grad():
                 value = run(*given, **named)
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:  # of vmap, for an op that it cannot batch: the loop stays as it is
             raise NotALoopError(f"{op} cannot be called for all rounds") from error
         describe(node, info_of(like)._replace(formats=None), value)
         self._order[node] = self._order[like] + 0.5
