@@ -19,7 +19,8 @@ from zoo import ZOO
 
 import plait
 from plait.compile.capture.batch import batch_leaves, batch_numbers, batch_signature
-from plait.compile.capture.capture import Captured, capture
+from plait.compile.capture.capture import capture
+from plait.compile.capture.captured import Captured
 from plait.compile.capture.loss_values import Weighted
 from plait.compile.ir.node_info import info_of
 from plait.compile.ops.draw import draw

@@ -14,7 +14,7 @@ from zoo import EXTRA, ZOO
 from zoo_more import MORE
 
 import plait
-from plait.compile.capture.capture import Captured
+from plait.compile.capture.captured import Captured
 from plait.compile.ir.node_info import info_of
 from plait.compile.ops.draw import draw
 from plait.errors import PlanError

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph
 
-from plait.compile.capture.capture import Captured
+from plait.compile.capture.captured import Captured
 from plait.compile.rank_program import RankProgram, StepGraph
 from plait.compile.sharding.flat_shards import Cut
 from plait.compile.sharding.sharded_fraction import ShardedFraction

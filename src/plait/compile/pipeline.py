@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plait.compile.capture.capture import Captured
+from plait.compile.capture.captured import Captured
 from plait.compile.compiled import NOTHING_SETTLED, Compiled, Draft, Settled
 from plait.compile.ir.calls import copy_graph, device_type, placeholders
 from plait.compile.ir.gc_paused import collection_paused

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from plait.compile.capture.capture import Captured, Output
+from plait.compile.capture.captured import Captured, Output
 from plait.compile.ir.calls import is_tensor, output_node
 from plait.compile.ir.dtypes import dtype_named
 from plait.compile.ir.node_info import NodeInfo, describe, info_of

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from plait.compile.capture.capture import Captured, Output
+from plait.compile.capture.captured import Captured, Output
 from plait.compile.compiled import Draft
 from plait.compile.ir.calls import op_spec_of, output_node, placeholders, tensor_inputs
 from plait.compile.ir.dtypes import dtype_name

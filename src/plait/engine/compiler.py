@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from plait.comm.device import device_name
 from plait.comm.hidden_group import without_process_group
 from plait.compile.capture.batch import batch_form, batch_leaves, batch_numbers
-from plait.compile.capture.capture import Captured, LossFn, capture, one_at_a_time
+from plait.compile.capture.capture import LossFn, capture, one_at_a_time
 from plait.compile.capture.capture_errors import users_line
+from plait.compile.capture.captured import Captured
 from plait.compile.capture.compare_steps import same_step
 from plait.compile.capture.precision import FULL, Precision
 from plait.compile.capture.reachable import Reached

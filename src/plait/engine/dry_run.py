@@ -28,7 +28,7 @@ from plait.backends.eager.passes import eager_graphs
 from plait.backends.eager.schedule_executor import ScheduleExecutor
 from plait.comm.dry_run_world import DryRunWorld
 from plait.compile.capture.batch import map_batch, row_dims
-from plait.compile.capture.capture import Captured
+from plait.compile.capture.captured import Captured
 from plait.compile.compiled import Compiled
 from plait.compile.memory_meter import Meter
 from plait.compile.rank_program import RankProgram

@@ -19,7 +19,7 @@ from plait.comm.agree import agree, attempt
 from plait.comm.device import Event, is_host
 from plait.comm.protocol import World
 from plait.compile.capture.batch import batch_form, batch_leaves, batch_numbers
-from plait.compile.capture.capture import Captured
+from plait.compile.capture.captured import Captured
 from plait.compile.capture.compare_steps import captured_digest
 from plait.compile.capture.parts_left_out import LeftOut
 from plait.compile.compiled import Compiled

@@ -16,7 +16,7 @@ from plait.comm.agree import agree
 from plait.comm.device import default_kind, without_bf16
 from plait.comm.protocol import World
 from plait.comm.sharing import can_share
-from plait.compile.capture.capture import Captured
+from plait.compile.capture.captured import Captured
 from plait.compile.capture.fake_parameters import refuse_odd_tensors
 from plait.compile.capture.model_facts import model_facts
 from plait.compile.compiled import Compiled

@@ -20,7 +20,7 @@ from plait.backends.xla.settings import as_in_torch
 from plait.backends.xla.xla_executable import DeviceCopies, XlaExecutable
 from plait.backends.xla.xla_step import Arrays, Found, Inputs, XlaStep, added, norm_of, scaled
 from plait.comm.protocol import World
-from plait.compile.capture.capture import Captured
+from plait.compile.capture.captured import Captured
 from plait.compile.rank_program import RankProgram
 from plait.engine.compiler import Compiler
 from plait.engine.local_batch import LocalBatch, first_microbatch, global_like

@@ -21,7 +21,7 @@ from plait.backends.eager.offload.store import Offload
 from plait.backends.eager.rewrites.offload_rewrites import stashed_bytes
 from plait.backends.recorder import TraceRecorder
 from plait.comm.protocol import World
-from plait.compile.capture.capture import Captured, Output
+from plait.compile.capture.captured import Captured, Output
 from plait.compile.capture.loss_values import LossPart, Outputs
 from plait.compile.capture.parts_left_out import COUNTS
 from plait.compile.capture.precision import Precision

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torch.fx import Graph
 
 from plait.backends.xla.mesh_shardings import MeshShardings
-from plait.compile.capture.capture import Captured
+from plait.compile.capture.captured import Captured
 from plait.compile.ir.calls import copy_graph
 from plait.compile.sharding.sequence import constrain_sequence, constrain_sums
 from plait.plan.axes import axes_in_order

@@ -17,7 +17,7 @@ from plait.backends.xla.jax_arrays import put, to_torch
 from plait.backends.xla.mesh_shardings import MeshShardings, ParameterShardings
 from plait.backends.xla.settings import as_in_torch
 from plait.backends.xla.xla_step import Arrays, Found, Inputs, XlaStep
-from plait.compile.capture.capture import Captured
+from plait.compile.capture.captured import Captured
 from plait.compile.capture.loss_values import LossPart, Outputs
 from plait.compile.ops.draw import micro_key, seed_of
 from plait.compile.rank_program import RankProgram

@@ -25,7 +25,7 @@ from plait.backends.xla.graph_function import GraphFunction
 from plait.backends.xla.lowerings.table import jax_dtype
 from plait.backends.xla.mesh_shardings import ParameterShardings
 from plait.backends.xla.simpler_ops import simplified
-from plait.compile.capture.capture import Captured
+from plait.compile.capture.captured import Captured
 from plait.compile.ir.calls import output_node
 
 Arrays = dict[str, Any]

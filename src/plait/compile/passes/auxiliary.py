@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from plait.compile.capture.capture import Captured
+from plait.compile.capture.captured import Captured
 from plait.compile.ir.calls import output_node
 from plait.compile.ir.node_info import info_of, set_info
 

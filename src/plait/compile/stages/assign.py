@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from plait.compile.capture.capture import Output
+from plait.compile.capture.captured import Output
 from plait.compile.ir.calls import is_item, is_tensor, num_bytes, op_spec_of, output_node, placeholders
 from plait.compile.ir.estimate import flops_of, seconds_of
 from plait.compile.ir.node_info import info_of, is_backward, position_of, set_info, stage_of

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.fx import Graph, Node
 
-from plait.compile.capture.capture import Captured
+from plait.compile.capture.captured import Captured
 from plait.compile.ir.calls import is_tensor, placeholders
 from plait.compile.ir.node_info import describe, info_of, is_backward
 from plait.compile.ir.views import may_alias, view_anew

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from plait.compile.capture.capture import Output
+from plait.compile.capture.captured import Output
 from plait.compile.ir.calls import (
     call_of,
     is_item,
