@@ -9,7 +9,8 @@ at most one layer.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -18,7 +19,7 @@ from plait.compile.stages.split import schedule_of
 from plait.cost.repeated_layers import with_layers
 from plait.cost.step_program import OpCall, PipelineCalls, ProgramCall, StepProgram, moved_by
 from plait.plan.plan import Plan
-from plait.schedule.readiness import RankAction, chain
+from plait.schedule.readiness import Cell, RankAction, chain
 from plait.schedule.transfers import add_transfers, add_updates
 from plait.spec.action import BACKWARD, FORWARD, SEND, WEIGHT
 from plait.spec.schedule import Schedule
@@ -131,49 +132,55 @@ def _with_pipeline(
     edges = chain(num_stages)
     schedule = add_updates(add_transfers(schedule, edges), edges)
 
-    def like(stage: int) -> int:
-        return stage if stage == 0 else kept - 1 if stage == num_stages - 1 else 1
-
+    # The first and the last stage, and one between that stands for all others, with as many layers as each has.
+    likes = [0, *([1] * (num_stages - 2)), kept - 1]
     counts = layers_of_stages(number, num_stages)
     graphs: dict[str, tuple[ProgramCall, ...]] = {}
-    micro_graphs = {}
-    for rank, stages in enumerate(schedule.stages):
-        for stage in stages:
-            base = like(stage)
-            for kind in (FORWARD, BACKWARD, WEIGHT):
-                names = one.micro_graphs.get((base, (kind, base)))
-                if names is None:
-                    continue
-                for name in dict.fromkeys(names):
-                    own = f"{name} of {counts[stage]} layers"
-                    if own not in graphs:
-                        calls = with_layers(fewer.graphs[name], more.graphs[name], counts[stage] - 1)
-                        if calls is None:
-                            return None
-                        graphs[own] = calls
-                micro_graphs[rank, (kind, stage)] = tuple(f"{name} of {counts[stage]} layers" for name in names)
-    sizes = {(rank, action.of): num for (rank, action), num in one.messages.items()}
+    micro_graphs: dict[tuple[int, Cell], tuple[str, ...]] = {}
     messages: dict[RankAction, int] = {}
     updates = []
-    for rank, actions in enumerate(schedule.ranks):
-        for action in actions:
+    sizes = {(stage, action.of): num for (stage, action), num in one.messages.items()}  # a rank has one stage there
+    for rank, stages in enumerate(schedule.stages):
+        for stage, kind in itertools.product(stages, (FORWARD, BACKWARD, WEIGHT)):
+            names = one.micro_graphs.get((likes[stage], (kind, likes[stage])))
+            if names is not None:
+                deeper = {name: f"{name} of {counts[stage]} layers" for name in names}
+                micro_graphs[rank, (kind, stage)] = tuple(deeper[name] for name in names)
+                if not _add_graphs(graphs, deeper, fewer, more, counts[stage] - 1):
+                    return None
+        for action in schedule.ranks[rank]:
             if action.kind == SEND:
-                stage = schedule.stages[rank][action.chunk]
-                messages[rank, action] = sizes.get((like(stage), action.of), 0)
-        own_update: list[ProgramCall] = []
-        for stage in schedule.stages[rank]:
-            part = _update(fewer.updates[like(stage)], more.updates[like(stage)], counts[stage] - 1)
+                messages[rank, action] = sizes.get((likes[stages[action.chunk]], action.of), 0)
+        update: list[ProgramCall] = []
+        for stage in stages:
+            part = _update(fewer.updates[likes[stage]], more.updates[likes[stage]], counts[stage] - 1)
             if part is None:
                 return None
-            own_update += moved_by(part, len(own_update))
-        updates.append(tuple(own_update))
+            update += moved_by(part, len(update))
+        updates.append(tuple(update))
     exchanged = [0] * schedule.num_ranks
     for stage in {0, num_stages - 1}:
-        exchanged[schedule.where(stage)[0]] += one.exchanged[like(stage)] if one.exchanged else 0
+        exchanged[schedule.where(stage)[0]] += one.exchanged[likes[stage]] if one.exchanged else 0
     piped = PipelineCalls(one.axis, schedule, edges, micro_graphs, messages, tuple(exchanged), one.after)
     each = (more.model_flops - fewer.model_flops) / kept
     flops = fewer.model_flops + (number - kept) * each
     return replace(fewer, mesh=plan.mesh, graphs=graphs, updates=tuple(updates), pipeline=piped, model_flops=flops)
+
+
+def _add_graphs(
+    graphs: dict[str, tuple[ProgramCall, ...]],
+    deeper: Mapping[str, str],
+    fewer: StepProgram,
+    more: StepProgram,
+    times: int,
+) -> bool:
+    """Add graphs with `times` more layers to `graphs`, as `deeper` names them. Returns False where there are none."""
+    for name, own in deeper.items():
+        calls = graphs.get(own) or with_layers(fewer.graphs[name], more.graphs[name], times)
+        if calls is None:
+            return False
+        graphs[own] = calls
+    return True
 
 
 def layers_of_stages(number: int, num_stages: int) -> list[int]:

@@ -126,28 +126,30 @@ def process_world(
         one.siblings = [other for other in world._shared if other is not one]
     for axis, all_ranks in groups.items():
         ranks = next(ranks for ranks in all_ranks if rank in ranks)
-        comm: Comm
         if len(ranks) == 1:
-            comm = AloneComm(rank)
-        elif axis in shared:
-            comm = choose(shared[axis], algorithm)
+            comm: Comm = AloneComm(rank)
         else:
-            if axis in mesh.joined:
-                group = _new_group(ranks)
-            else:
-                group = device_mesh(world).get_group(axis) if axis else dist.group.WORLD
-            _allow_time(group)
-            own = ProcessGroupComm(ranks, ranks.index(rank), group, where, world.monitor)
-            if axis:
-                own.message_groups = (_new_group(ranks), _new_group(ranks))
-                for channel in CHANNELS:
-                    world._comms[channel_key(axis, channel)] = own.channel(_new_group(ranks))
-            comm = choose(own, algorithm)
+            comm = choose(shared[axis] if axis in shared else _group_comm(world, axis, ranks), algorithm)
         if axis:
             world._comms[axis] = comm
         else:
             world._everyone = comm
     return world
+
+
+def _group_comm(world: ProcessWorld, axis: str, ranks: tuple[int, ...]) -> ProcessGroupComm:
+    """A Comm of these ranks through torch.distributed, with groups for messages and channels if it is of an axis."""
+    if axis in world.mesh.joined:
+        group = _new_group(ranks)
+    else:
+        group = device_mesh(world).get_group(axis) if axis else dist.group.WORLD
+    _allow_time(group)
+    comm = ProcessGroupComm(ranks, ranks.index(world.rank), group, world.device, world.monitor)
+    if axis:
+        comm.message_groups = (_new_group(ranks), _new_group(ranks))
+        for channel in CHANNELS:
+            world._comms[channel_key(axis, channel)] = comm.channel(_new_group(ranks))
+    return comm
 
 
 def _check_messages(mesh: Mesh, bound: torch.device) -> None:

@@ -121,7 +121,7 @@ class PipelineCalls:
         messages: for a SEND of a rank, the bytes that it moves.
         exchanged: by rank, the bytes of gradients that it sends to other ranks that have the same parameters, after all
             cells.
-        shared: by rank, what all ranks of the axis do after the step: sums of losses, and buffers that are broadcast.
+        after: what all ranks of the axis do after the step: sums of losses, and buffers that are broadcast.
     """
 
     axis: str

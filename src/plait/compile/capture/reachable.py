@@ -18,7 +18,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,6 @@ PLAIN = (
 _MOST_ELEMENTS = 4096  # larger containers are not searched
 _MOST_BYTES = 1 << 16  # values of larger arrays are not compared
 _MOST_VALUES = 1 << 18  # values at which the search ends
-_BUFFERS = (bytearray, memoryview, array.array)
 _OF_COLLECTIONS = (collections.UserDict, collections.UserList, collections.ChainMap)
 _BY_KEYS = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__qualname__", "__firstlineno__")
 _CLOSED = {"torch", "plait", "numpy", "builtins", *sys.stdlib_module_names} - {"__main__", "argparse", "types"}
@@ -92,26 +91,10 @@ class Reached:
             return
         self._seen.add(id(value))
         self._kept.append(value)
-        if isinstance(value, Tensor):
-            if id(value) not in self.own and id(value) not in self.earlier:
-                self.places[id(value)] = place
-                if not other_format(value):  # no step reads one that is not dense
-                    self.tensors[place] = value
-            return
-        if isinstance(value, (tuple, frozenset)):
-            if len(value) <= _MOST_ELEMENTS:
-                for key, one in enumerate(value):
-                    self._later(f"{place}[{key}]", one)
-            return
-        if isinstance(value, np.ndarray):
-            if value.nbytes <= _MOST_BYTES and value.dtype != object:
-                self.arrays.append((place, value, value.tobytes()))
-            return
-        if isinstance(value, _BUFFERS):
-            buffer = Buffer(value)
-            if len(buffer.tobytes()) <= _MOST_BYTES:
-                self.arrays.append((place, buffer, buffer.tobytes()))
-            return
+        for visit, kinds in _VISITS_OF_CONTENT:
+            if isinstance(value, kinds):
+                visit(self, place, value)
+                return
         self.structure[place] = _kind(value)
         for visit, kinds in _VISITS:
             if isinstance(value, kinds):
@@ -142,6 +125,26 @@ class Reached:
         self.empty_places.append(place)
 
     # kinds of values
+
+    def _tensor(self, place: str, tensor: Tensor) -> None:
+        if id(tensor) not in self.own and id(tensor) not in self.earlier:
+            self.places[id(tensor)] = place
+            if not other_format(tensor):  # no step reads one that is not dense
+                self.tensors[place] = tensor
+
+    def _elements(self, place: str, value: Collection[Any]) -> None:
+        if len(value) <= _MOST_ELEMENTS:
+            for key, one in enumerate(value):
+                self._later(f"{place}[{key}]", one)
+
+    def _array(self, place: str, value: np.ndarray[Any, Any]) -> None:
+        if value.nbytes <= _MOST_BYTES and value.dtype != object:
+            self.arrays.append((place, value, value.tobytes()))
+
+    def _buffer(self, place: str, value: Any) -> None:
+        buffer = Buffer(value)
+        if len(content := buffer.tobytes()) <= _MOST_BYTES:
+            self.arrays.append((place, buffer, content))
 
     def _module(self, place: str, module: nn.Module) -> None:
         own = id(module) in self._modules
@@ -344,7 +347,17 @@ class Reached:
             put_bytes_back(values, before)
 
 
-_VISITS: list[tuple[Callable[[Reached, str, Any], None], Any]] = [
+_Visits = list[tuple[Callable[[Reached, str, Any], None], Any]]
+
+_VISITS_OF_CONTENT: _Visits = [
+    (Reached._tensor, Tensor),
+    (Reached._elements, (tuple, frozenset)),
+    (Reached._array, np.ndarray),
+    (Reached._buffer, (bytearray, memoryview, array.array)),
+]
+
+# Of objects whose kind must stay too:
+_VISITS: _Visits = [
     (Reached._module, nn.Module),
     (Reached._dict, dict),
     (Reached._list, (list, deque)),

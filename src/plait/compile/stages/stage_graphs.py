@@ -106,23 +106,12 @@ def split_cells(
     ends = _split_gradients(graph, outputs)
     order = {node: i for i, node in enumerate(graph.nodes)}
     cell_of = _assign(graph, ends, num_stages, anywhere, weights)
-    cell_order = {cell: i for i, cell in enumerate(_in_order(num_stages, weights))}
-    readers: dict[Node, set[Cell]] = {}
-    for node, cell in cell_of.items():
-        for source in _sources(node, anywhere):
-            if source.op == "call_function" and cell_of[source] != cell:
-                readers.setdefault(source, set()).add(cell)
-    ending: dict[Cell, list[tuple[Output, Any]]] = {cell: [] for cell in cell_order}
+    cells = _in_order(num_stages, weights)
+    ending: dict[Cell, list[tuple[Output, Any]]] = {cell: [] for cell in cells}
     for output, result in ends:
+        assert not isinstance(result, Node) or result.op == "placeholder" or result in cell_of or result in anywhere
         ending[_cell_of_output(output, result, cell_of, anywhere, num_stages)].append((output, result))
-    for results in ending.values():
-        for _, result in results:
-            assert not isinstance(result, Node) or result.op == "placeholder" or result in cell_of or result in anywhere
-    values = []
-    for node in sorted(readers, key=order.__getitem__):
-        users = tuple(sorted(readers[node], key=cell_order.__getitem__))
-        assert all(cell_order[user] > cell_order[cell_of[node]] for user in users), f"{node} goes back in time"
-        values.append(Value(node.name, cell_of[node], users, node.meta["val"], dict(info_of(node).owner)))
+    values = _values_sent(graph, cell_of, cells, anywhere)
     by_name = {value.name: value for value in values}
     nodes = {node.name: node for node in cell_of}
     for results in ending.values():
@@ -131,25 +120,47 @@ def split_cells(
                 results[place] = (output, own_memory(graph, result))  # others are added to it in place
                 cell_of[results[place][1]] = cell_of[result]
                 order[results[place][1]] = len(order)
-    inside: dict[Cell, dict[Node, None]] = {cell: {} for cell in cell_order}
+    inside: dict[Cell, dict[Node, None]] = {cell: {} for cell in cells}
     for node in sorted(cell_of, key=order.__getitem__):
         inside[cell_of[node]][node] = None
     graphs = {}
-    for cell in cell_order:
+    for cell in cells:
         builder = _CellBuilder(cell, graph, inside[cell], anywhere)
         for node in inside[cell]:
             builder.copy(node)
         handed = [(Output("value", value.name), nodes[value.name]) for value in values if value.source == cell]
         graphs[cell] = builder.finish([*ending[cell], *handed])
-    parameters: dict[str, set[int]] = {}
-    for cell, each in graphs.items():
-        for node in placeholders(each.graph):
-            if info_of(node).kind == "parameter":
-                parameters.setdefault(info_of(node).name, set()).add(cell[1])
-        for output in each.outputs:
-            if output.kind == "gradient":
-                parameters.setdefault(output.name, set()).add(cell[1])
-    return StageGraphs(graphs, tuple(values), num_stages, {n: tuple(sorted(s)) for n, s in parameters.items()})
+    return StageGraphs(graphs, values, num_stages, _stages_of_parameters(graphs))
+
+
+def _values_sent(
+    graph: Graph, cell_of: Mapping[Node, Cell], cells: Sequence[Cell], anywhere: Collection[Node]
+) -> tuple[Value, ...]:
+    """The values that other cells read than the one that computes them, in the order of the graph."""
+    readers: dict[Node, set[Cell]] = {}
+    for node, cell in cell_of.items():
+        for source in _sources(node, anywhere):
+            if source.op == "call_function" and cell_of[source] != cell:
+                readers.setdefault(source, set()).add(cell)
+    place = {cell: i for i, cell in enumerate(cells)}
+    values = []
+    for node in graph.nodes:
+        if node in readers:
+            users = tuple(sorted(readers[node], key=place.__getitem__))
+            assert all(place[user] > place[cell_of[node]] for user in users), f"{node} goes back in time"
+            values.append(Value(node.name, cell_of[node], users, node.meta["val"], dict(info_of(node).owner)))
+    return tuple(values)
+
+
+def _stages_of_parameters(graphs: Mapping[Cell, StageGraph]) -> dict[str, tuple[int, ...]]:
+    """For each parameter the stages that read it or have a gradient of it."""
+    stages: dict[str, set[int]] = {}
+    for (_, stage), each in graphs.items():
+        inputs = (info_of(node) for node in placeholders(each.graph))
+        read = [info.name for info in inputs if info.kind == "parameter"]
+        for name in [*read, *(output.name for output in each.outputs if output.kind == "gradient")]:
+            stages.setdefault(name, set()).add(stage)
+    return {name: tuple(sorted(each)) for name, each in stages.items()}
 
 
 def _split_gradients(graph: Graph, outputs: Sequence[Output]) -> list[tuple[Output, Any]]:
