@@ -200,10 +200,10 @@ def explained(plan: str, kind: Callable[[Loop, Tensor, Tensor], Tensor]) -> Expl
 
 
 @pytest.mark.parametrize(
-    ("kind", "sent"),  # states sent, in forward and in backward
+    ("kind", "sent"),  # states sent, in forward and in backward; once more where backward reads them too
     [
         (minimal_gru, [1, 1]), (learned_state, [1, 1]), (averages, [1, 1]), (from_the_end, [1, 1]),
-        (linear_attention, [WIDTH, WIDTH]), (written, [1, 1]), (scanned, [1, 1]), (last_state, [1, 1]),
+        (linear_attention, [WIDTH, WIDTH, WIDTH]), (written, [1, 1]), (scanned, [1, 1]), (last_state, [1, 1]),
         (each_alone, []),
     ],
 )  # fmt: skip

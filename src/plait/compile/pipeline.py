@@ -67,10 +67,6 @@ def _roll_loops(draft: Draft) -> None:
     draft.graph = roll_loops(draft.graph, sequence_lengths(draft.captured).values())
 
 
-def _cuts_sequence(draft: Draft) -> bool:
-    return any(axis_kind(axis).cuts_sequence for axis, size in draft.plan.mesh.axes if size > 1)
-
-
 def _join_sums(draft: Draft) -> None:
     draft.graph = join_sums(draft.graph, draft.plan.mesh.joined)
 
@@ -178,7 +174,7 @@ PASSES = (
     Pass("assign-roles", "finds the stages that split weights and the stages that split the batch", assign_roles,
          ["own gradients", "even batch"], when=lambda draft: bool(draft.plan.stages)),
     Pass("roll-loops", "writes loops over positions as calls for all positions", _roll_loops,
-         ["own gradients", "auxiliary calls"], when=_cuts_sequence),
+         ["own gradients", "auxiliary calls"]),
     Pass("find-experts", "finds products with the weights of experts, whatever order their rows are in", _find_experts,
          ["own gradients", "auxiliary calls"], ["experts"], when=_cuts_values),
     Pass("choose-layouts", "chooses which parameters are sharded over each axis", choose_layouts,

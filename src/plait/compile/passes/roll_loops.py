@@ -22,7 +22,8 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from plait.compile.ir.calls import call_of, copy_graph, drop_dead_calls, is_item, op_spec_of, output_node, output_values
-from plait.compile.ir.node_info import describe, info_of
+from plait.compile.ir.node_info import describe, info_of, is_backward, set_info
+from plait.compile.ops import op_spec
 from plait.compile.ops.dims import pointwise_factors
 from plait.compile.ops.linear_scan import linear_scan, state_at
 from plait.compile.passes.loop_ends import Gathered, GradientSum, gathers
@@ -43,6 +44,7 @@ from plait.compile.passes.loop_writes import stack_writes
 from plait.compile.sharding.decompose import decompose_node, tracing
 
 aten = torch.ops.aten
+_TRANSPOSES = aten.t.default, aten.transpose.int, aten.permute.default
 _SHORT = 3  # rounds: fewer have no middle by which edges are told
 
 
@@ -169,6 +171,22 @@ def _as_state(tensor: torch.Tensor, ndim: int) -> torch.Tensor:
     return tensor.reshape((1,) * (ndim - tensor.ndim) + tensor.shape)
 
 
+def summed_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The sum over rounds of products of matrices, [rounds, m, k] and [rounds, k, n]."""
+    return a.transpose(0, 1).reshape(a.shape[1], -1) @ b.reshape(-1, b.shape[2])
+
+
+def _is_kept(node: Node) -> bool:
+    """Whether a call of backward reads the value of one of forward, or a view of it."""
+    return is_backward(node) or any(
+        is_backward(user) or (_is_view(user) and _is_kept(user)) for user in node.users)
+
+
+def _is_view(node: Node) -> bool:
+    op = node.target.op if isinstance(node.target, OverRounds) else node.target
+    return op is aten.reshape.default or op_spec(op).view is not None
+
+
 class _Writer:
     """Writes loops as calls for all rounds."""
 
@@ -199,9 +217,12 @@ class _Writer:
         for old, new in self._results:
             old.replace_all_uses_with(new, lambda user: user not in self.rounds.home)
         drop_dead_calls(self.graph)
+        for before, states in list(self._written.items()):
+            if isinstance(before, Before) and (after := self._written.get(before.lanes)) is not None:
+                self._keep_one(before, states, after)
         _in_order(self.graph, self._order)
         for node in list(self.graph.nodes):
-            if isinstance(node.target, OverRounds):
+            if isinstance(node.target, OverRounds) or node.target is summed_products:
                 decompose_node(node, node.target)
 
     def _sum(self, each: GradientSum, parts: list[Gathered]) -> None:
@@ -214,12 +235,15 @@ class _Writer:
 
     def _gathered(self, each: Gathered) -> Node:
         """The values of all rounds as they were gathered."""
-        like, every = each.node, self._emit(each.operand)
-        ndim, num = every.meta["val"].ndim, self.rounds.num
+        like, num = each.node, self.rounds.num
+        if each.dim is None and not each.without:
+            return self._total(like, each.operand)
+        every = self._emit(each.operand)
         if each.without:
             every = self._without(like, every, each.without)
         if each.dim is None:
             return self._call(like, aten.sum.dim_IntList, every, [0])
+        ndim = every.meta["val"].ndim
         order = [*range(1, ndim)]
         order.insert(each.dim, 0)
         moved = self._call(like, aten.permute.default, every, order)
@@ -229,6 +253,16 @@ class _Writer:
         shape = [n for d, n in enumerate(dense.meta["val"].shape) if d != each.dim + 1]
         assert shape[each.dim] == num
         return self._call(like, aten.view.default, dense, shape)
+
+    def _total(self, like: Node, operand: Operand) -> Node:
+        """The sum of the values of all rounds; of products as one product, which needs no memory for each round's."""
+        if isinstance(operand, Lanes) and operand.source is None:
+            reads, op = list(operand.operands), operand.like.target
+            if op in _TRANSPOSES and isinstance(reads[0], Lanes):
+                return self._call(like, op, self._total(like, reads[0]), *reads[1:])
+            if op is aten.mm.default and not any(isinstance(each, Node) for each in reads):
+                return self._call(like, summed_products, *map(self._emit, reads))
+        return self._call(like, aten.sum.dim_IntList, self._emit(operand), [0])
 
     def _without(self, like: Node, every: Node, rounds: Collection[int]) -> Node:
         """The values with zeros in some rounds."""
@@ -311,6 +345,17 @@ class _Writer:
             term = self._over_rounds(like, aten.expand.default, term, list(value.shape))
         return self._call(like, linear_scan, factor, term, first, before.reverse)
 
+    def _keep_one(self, before: Before, states: Node, after: Node) -> None:
+        """Let backward read the states before each round from those after it, where these are kept for it anyway."""
+        later = [user for user in states.users if is_backward(user)]
+        if is_backward(states) or not later or not _is_kept(after):
+            return
+        shifted = self._call(before.lanes.like, linear_scan, None, after, *states.args[2:])
+        set_info(shifted, **{name: getattr(info_of(later[0]), name) for name in ("phase", "module", "position")})
+        self._order[shifted] = min(self._order[user] for user in later) - 0.25
+        for user in later:
+            user.replace_input_with(states, shifted)
+
     def _stack(self, like: Node, value: Node) -> Node:
         """A value for all rounds, if it is one that all read."""
         if value in self._stacked:
@@ -337,11 +382,12 @@ class _Writer:
                  for at in places if reaches(operand.operands[at], state)}  # fmt: skip
         others = [each for at, each in enumerate(operand.operands) if at not in found]
         if len(found) == len(others) == 1 and is_operand(others[0]):
-            ((factor, term),) = found.values()
-            if like.target is aten.mul.Tensor and factor is None and term is None:
-                return self._emit(others[0]), None
-            if like.target is aten.add.Tensor and term is None:
-                return factor, self._emit(others[0])
+            ((at, (factor, term)),) = found.items()
+            if like.target is aten.mul.Tensor:
+                return (self._emit(others[0]) if factor is None else self._apply(operand, {at: factor}),
+                        None if term is None else self._apply(operand, {at: term}))  # fmt: skip
+            if like.target is aten.add.Tensor:
+                return factor, self._emit(others[0]) if term is None else self._apply(operand, {at: term})
         one, zero = self._scalar(like, 1.0), self._scalar(like, 0.0)
         rest = dict.fromkeys(places - {*found}, zero)
         factors = {at: one if factor is None else factor for at, (factor, _) in found.items()}
