@@ -161,7 +161,7 @@ def test_what_is_no_exchange_of_edges_runs_whole_and_is_named(options: dict[str,
     [("Mamba", {}, 8), ("Mamba2", {"num_heads": 4, "head_dim": 4, "n_groups": 1, "chunk_size": 4}, 16)],
 )
 def test_state_space_models(family: str, options: dict[str, Any], length: int) -> None:
-    """Edges travel for the convolution. Of Mamba, a loop over positions, so does the state, once in forward and once in
+    """Edges travel for the convolution. Of Mamba, a loop over positions, so does the state, once in forward and twice in
     backward. The scan of Mamba-2 is of chunks, each on its rank, of which the states are gathered."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 1, "pad_token_id": 0}
@@ -176,7 +176,7 @@ def test_state_space_models(family: str, options: dict[str, Any], length: int) -
     state = 2 * 16 * 4 * 4  # of 2 rows
     if family == "Mamba":
         edges = 2 * 16 * 3 * 4
-        assert [item.sent_bytes for item in mixer if item.kind == "halo"] == [edges, state, state, edges, edges]
+        assert [item.sent_bytes for item in mixer if item.kind == "halo"] == [edges, state, state, state, edges, edges]
     assert gathered <= (0 if family == "Mamba" else length // 4 * state)
     assert not any("select.int in backbone.layers.0.mixer" in text for text in found.compiled.whole_sequences)
 

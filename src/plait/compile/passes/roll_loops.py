@@ -45,6 +45,9 @@ from plait.compile.sharding.decompose import decompose_node, tracing
 
 aten = torch.ops.aten
 _TRANSPOSES = aten.t.default, aten.transpose.int, aten.permute.default
+_WITH_ONE_WEIGHT: dict[Any, tuple[bool, ...]] = {  # of products, what is stacked where all rounds read one weight
+    aten.mm.default: (True, False), aten.addmm.default: (False, True, False),
+}  # fmt: skip
 _SHORT = 3  # rounds: fewer have no middle by which edges are told
 
 
@@ -147,6 +150,9 @@ class OverRounds:
         return f"{self.op} in all rounds"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _WITH_ONE_WEIGHT.get(self.op) == self.stacked:
+            *bias, a, weight = args
+            return self.op(*bias, a.reshape(-1, a.shape[2]), weight, **kwargs).view(*a.shape[:2], -1)
         leaves, structure = tree_flatten((args, kwargs))
         places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
@@ -174,6 +180,16 @@ def _as_state(tensor: torch.Tensor, ndim: int) -> torch.Tensor:
 def summed_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The sum over rounds of products of matrices, [rounds, m, k] and [rounds, k, n]."""
     return a.transpose(0, 1).reshape(a.shape[1], -1) @ b.reshape(-1, b.shape[2])
+
+
+def _is_product(operand: Any) -> bool:
+    """Whether values are products of two matrices of each round, or transposes of such."""
+    if not isinstance(operand, Lanes) or operand.source is not None:
+        return False
+    op, reads = operand.like.target, operand.operands
+    if op in _TRANSPOSES:
+        return _is_product(reads[0])
+    return op is aten.mm.default and not any(isinstance(each, Node) for each in reads)
 
 
 def _is_kept(node: Node) -> bool:
@@ -257,10 +273,10 @@ class _Writer:
     def _total(self, like: Node, operand: Operand) -> Node:
         """The sum of the values of all rounds; of products as one product, which needs no memory for each round's."""
         if isinstance(operand, Lanes) and operand.source is None:
-            reads, op = list(operand.operands), operand.like.target
-            if op in _TRANSPOSES and isinstance(reads[0], Lanes):
+            reads, op = operand.operands, operand.like.target
+            if op in _TRANSPOSES and _is_product(operand):
                 return self._call(like, op, self._total(like, reads[0]), *reads[1:])
-            if op is aten.mm.default and not any(isinstance(each, Node) for each in reads):
+            if _is_product(operand):
                 return self._call(like, summed_products, *map(self._emit, reads))
         return self._call(like, aten.sum.dim_IntList, self._emit(operand), [0])
 
