@@ -161,7 +161,7 @@ def test_what_is_no_exchange_of_edges_runs_whole_and_is_named(options: dict[str,
     [("Mamba", {}, 8), ("Mamba2", {"num_heads": 4, "head_dim": 4, "n_groups": 1, "chunk_size": 4}, 16)],
 )
 def test_state_space_models(family: str, options: dict[str, Any], length: int) -> None:
-    """Edges travel for the convolution. Of Mamba, a loop over positions, so does the state, once in forward and twice in
+    """Edges travel for the convolution. Of Mamba, a loop over positions, so does the state, once in forward, twice in
     backward. The scan of Mamba-2 is of chunks, each on its rank, of which the states are gathered."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 1, "pad_token_id": 0}

@@ -44,10 +44,6 @@ from plait.compile.passes.loop_writes import stack_writes
 from plait.compile.sharding.decompose import decompose_node, tracing
 
 aten = torch.ops.aten
-_TRANSPOSES = aten.t.default, aten.transpose.int, aten.permute.default
-_WITH_ONE_WEIGHT: dict[Any, tuple[bool, ...]] = {  # of products, what is stacked where all rounds read one weight
-    aten.mm.default: (True, False), aten.addmm.default: (False, True, False),
-}  # fmt: skip
 _SHORT = 3  # rounds: fewer have no middle by which edges are told
 
 
@@ -149,8 +145,14 @@ class OverRounds:
     def __name__(self) -> str:
         return f"{self.op} in all rounds"
 
+    def _has_one_weight(self) -> bool:
+        """Whether it is a product with a matrix that all rounds read."""
+        if self.op is aten.addmm.default:
+            return self.stacked == (False, True, False)
+        return self.op is aten.mm.default and self.stacked == (True, False)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _WITH_ONE_WEIGHT.get(self.op) == self.stacked:
+        if self._has_one_weight():
             *bias, a, weight = args
             return self.op(*bias, a.reshape(-1, a.shape[2]), weight, **kwargs).view(*a.shape[:2], -1)
         leaves, structure = tree_flatten((args, kwargs))
@@ -187,15 +189,14 @@ def _is_product(operand: Any) -> bool:
     if not isinstance(operand, Lanes) or operand.source is not None:
         return False
     op, reads = operand.like.target, operand.operands
-    if op in _TRANSPOSES:
+    if op is aten.t.default:
         return _is_product(reads[0])
     return op is aten.mm.default and not any(isinstance(each, Node) for each in reads)
 
 
 def _is_kept(node: Node) -> bool:
     """Whether a call of backward reads the value of one of forward, or a view of it."""
-    return is_backward(node) or any(
-        is_backward(user) or (_is_view(user) and _is_kept(user)) for user in node.users)
+    return is_backward(node) or any(is_backward(user) or (_is_view(user) and _is_kept(user)) for user in node.users)
 
 
 def _is_view(node: Node) -> bool:
@@ -274,7 +275,7 @@ class _Writer:
         """The sum of the values of all rounds; of products as one product, which needs no memory for each round's."""
         if isinstance(operand, Lanes) and operand.source is None:
             reads, op = operand.operands, operand.like.target
-            if op in _TRANSPOSES and _is_product(operand):
+            if op is aten.t.default and _is_product(operand):
                 return self._call(like, op, self._total(like, reads[0]), *reads[1:])
             if _is_product(operand):
                 return self._call(like, summed_products, *map(self._emit, reads))
