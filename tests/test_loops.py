@@ -235,6 +235,8 @@ def test_what_is_not_linear_in_one_state_runs_whole_and_is_named(
     found = explained("context=2", kind)
     assert "halo" not in {item.kind for item in found.collectives}
     assert any("select.int" in text for text in found.compiled.whole_sequences)
+    if kind is recurrent:
+        assert found.compiled.whole_loops == ("the loss (aten.tanh.default, aten.addmm.default of the state)",)
 
 
 def test_a_loop_is_as_many_calls_for_any_length() -> None:

@@ -27,6 +27,7 @@ class Compiled:
     without_rule  ops that run on whole inputs because they have no rule
     share         the fraction of the step that an axis such as tensor splits; None without an axis that splits weights
     whole_sequences  ops that read whole sequences where an axis cuts these, with their modules, the most bytes first
+    whole_loops   modules with loops over positions that every rank runs whole, each with the calls that are why
     """
 
     program: RankProgram
@@ -34,6 +35,7 @@ class Compiled:
     without_rule: frozenset[str]
     share: ShardedFraction | None = None
     whole_sequences: tuple[str, ...] = ()
+    whole_loops: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Draft:
     without_rule: set[str] = field(default_factory=set)
     share: ShardedFraction | None = None
     whole_sequences: tuple[str, ...] = ()  # what reads whole sequences of an axis that cuts these, the most bytes first
+    whole_loops: tuple[str, ...] = ()  # modules with loops that such an axis does not cut, and why
 
     # what a pipeline decides
     begins: list[float] | None = None  # positions with which its stages begin

@@ -23,7 +23,7 @@ from plait.compile.passes.find_experts import find_experts
 from plait.compile.passes.group_experts import group_experts
 from plait.compile.passes.late_sums import sum_last
 from plait.compile.passes.recomputation import recompute, widen_again
-from plait.compile.passes.roll_loops import roll_loops
+from plait.compile.passes.roll_loops import loops_left, roll_loops
 from plait.compile.passes.zero import gather_parameters, join_sums, scatter_gradients
 from plait.compile.rank_program import RankProgram, StepGraph, cell_name
 from plait.compile.shard import assign_roles, check_batch, choose_layouts, sequence_lengths, shard
@@ -64,7 +64,10 @@ def _group_experts(draft: Draft) -> None:
 
 
 def _roll_loops(draft: Draft) -> None:
-    draft.graph = roll_loops(draft.graph, sequence_lengths(draft.captured).values())
+    lengths = sequence_lengths(draft.captured).values()
+    draft.graph = roll_loops(draft.graph, lengths)
+    if any(axis_kind(axis).cuts_sequence for axis, size in draft.plan.mesh.axes if size > 1):
+        draft.whole_loops = loops_left(draft.graph, lengths)
 
 
 def _join_sums(draft: Draft) -> None:
@@ -237,4 +240,6 @@ def compile(
     run_passes(PASSES, draft, watcher)
     layouts = draft.layouts | {name: each.compute for name, each in draft.sharding.parameters.items()}
     program = RankProgram(draft.parts, captured, plan, layouts, draft.sharding, draft.cuts, cluster, draft.pipeline)
-    return Compiled(program, draft.origins, frozenset(draft.without_rule), draft.share, draft.whole_sequences)
+    return Compiled(
+        program, draft.origins, frozenset(draft.without_rule), draft.share, draft.whole_sequences, draft.whole_loops
+    )

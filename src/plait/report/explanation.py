@@ -85,6 +85,9 @@ class Explanation:
         if whole := self.compiled.whole_sequences:
             more = f" and {len(whole) - _NAMED} more" if len(whole) > _NAMED else ""
             lines += ["", f"read whole sequences, on every rank: {', '.join(whole[:_NAMED])}{more}"]
+        if loops := self.compiled.whole_loops:
+            why = "the next state is not a sum of products with the one before: "
+            lines += ["", f"run all rounds of a loop over positions, on every rank, as {why}{', '.join(loops)}"]
         if stages := describe_stages(self.program):
             lines += ["", *stages]
         if chooses_collectives(self.program.plan):

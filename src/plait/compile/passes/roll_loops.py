@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from plait.compile.ir.calls import call_of, copy_graph, drop_dead_calls, is_item, op_spec_of, output_node, output_values
-from plait.compile.ir.node_info import describe, info_of, is_backward, set_info
+from plait.compile.ir.node_info import describe, info_of, is_backward, is_forward, set_info
 from plait.compile.ops import op_spec
 from plait.compile.ops.dims import pointwise_factors
 from plait.compile.ops.linear_scan import linear_scan, state_at
@@ -63,6 +63,33 @@ def roll_loops(graph: Graph, lengths: Collection[int]) -> Graph:
                 continue
             graph = rolled
     return graph
+
+
+def loops_left(graph: Graph, lengths: Collection[int]) -> tuple[str, ...]:
+    """The modules with a loop over as many positions as one of `lengths` that is not one call for all rounds, each with
+    the calls through which a round reads the state of the round before, and which are not linear in it."""
+    found: dict[str, dict[str, None]] = {}
+    for num in sorted({n for n in lengths if n >= _SHORT and has_slices(graph, n)}):
+        copied, rounds = copy_graph(graph), LoopRounds(num)
+        stack_writes(copied, num)
+        gathers(copied, rounds)
+        for before in rounds.befores():
+            like = before.lanes.like
+            if is_forward(like) and reaches(before.lanes, before) and not _is_linear(before):
+                found.setdefault(info_of(like).module or "the loss", {}).update(_not_linear(before))
+    return tuple(f"{module} ({', '.join(calls)} of the state)" for module, calls in found.items())
+
+
+def _not_linear(state: Before) -> dict[str, None]:
+    """The calls that read a state and are not linear in it; if each by itself is, the one that makes the next state."""
+    left, found, seen = [state.lanes], dict[str, None](), set[Lanes]()
+    for lanes in left:
+        if lanes not in seen and reaches(lanes, state):
+            seen.add(lanes)
+            if not is_item(lanes.like) and op_spec_of(lanes.like).view is None and _linear_places(lanes, state) is None:
+                found[str(lanes.like.target)] = None
+            left += [each for each in lanes.reads() if isinstance(each, Lanes)]
+    return found or {str(state.lanes.like.target): None}
 
 
 def _readers(ends: Iterable[Gathered]) -> set[Node]:
