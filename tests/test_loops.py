@@ -248,3 +248,31 @@ def test_a_loop_is_as_many_calls_for_any_length() -> None:
         assert roll_loops(graph, [length - 1, 1]) is graph
         sizes.append(len(roll_loops(graph, [length]).nodes))
     assert sizes[0] == sizes[1] < 150
+
+
+def out_of_matrices(m: Loop, x: Tensor, h: Tensor) -> Tensor:
+    """A product with a weight of what a rank has in another order than the whole."""
+    state, out = h[:, :, None] * h[:, None], list[Tensor]()
+    for at in range(x.shape[1]):
+        state = 0.7 * state + x[:, at, :, None] * m.value(x[:, at])[:, None]
+        out.append(m.gate((state @ x[:, at, :, None])[:, :, 0]))
+    return torch.stack(out).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    "plan", ["data=1", "tensor=2", "data=2 tensor=2 zero=3", "pipeline=2 micro=2 recompute=budget=1MiB"]
+)
+@pytest.mark.parametrize("kind", [minimal_gru, out_of_matrices])
+def test_every_plan_rolls_loops(kind: Callable[[Loop, Tensor, Tensor], Tensor], plan: str) -> None:
+    report = verifier(kind).verify(plan, tolerance=1e-9)
+    assert report.ok, report
+    targets = {node.target for graph in explained(plan, kind)._graphs() for node in graph.nodes}
+    assert linear_scan in targets
+
+
+def test_what_all_rounds_share_is_multiplied_once() -> None:
+    """Weights of a loop meet the values of all rounds in one product, and gradients of them are one product."""
+    (graph,) = explained("data=1", minimal_gru)._graphs()
+    assert sum(node.target is torch.ops.aten.bmm.default for node in graph.nodes) == 0
+    products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+    assert sum(node.target in products for node in graph.nodes) == 3 * 5  # of five layers

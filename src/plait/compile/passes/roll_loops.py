@@ -181,7 +181,7 @@ class OverRounds:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._has_one_weight():
             *bias, a, weight = args
-            return self.op(*bias, a.reshape(-1, a.shape[2]), weight, **kwargs).view(*a.shape[:2], -1)
+            return self.op(*bias, _joined(a), weight, **kwargs).view(*a.shape[:2], -1)
         leaves, structure = tree_flatten((args, kwargs))
         places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
@@ -208,7 +208,14 @@ def _as_state(tensor: torch.Tensor, ndim: int) -> torch.Tensor:
 
 def summed_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The sum over rounds of products of matrices, [rounds, m, k] and [rounds, k, n]."""
-    return a.transpose(0, 1).reshape(a.shape[1], -1) @ b.reshape(-1, b.shape[2])
+    return _joined(a.transpose(1, 2)).t() @ _joined(b)
+
+
+def _joined(matrices: torch.Tensor) -> torch.Tensor:
+    """The rows of all matrices as one matrix. They are copied, for a part of a tensor may lie in memory otherwise than the
+    whole, which could be viewed."""
+    dense = matrices.clone(memory_format=torch.contiguous_format)
+    return dense.view(-1, matrices.shape[2])
 
 
 def _is_product(operand: Any) -> bool:
