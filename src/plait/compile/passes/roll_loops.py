@@ -212,7 +212,7 @@ def summed_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(matrices: torch.Tensor) -> torch.Tensor:
-    """The rows of all matrices as one matrix. They are copied, for a part of a tensor may lie in memory otherwise than the
+    """The rows of all matrices as one matrix. They are copied: a part of a tensor may lie in memory otherwise than the
     whole, which could be viewed."""
     dense = matrices.clone(memory_format=torch.contiguous_format)
     return dense.view(-1, matrices.shape[2])
