@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import plait
-from plait.compile.capture.batch import batch_form, count_rows
+from plait.compile.capture.batch import batch_form, count_rows, join_rows
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.local_batch import LocalBatch, batch_part, global_like, microbatches
-from plait.errors import BatchError
+from plait.errors import BatchError, CaptureError
 from plait.spec.batch_spec import BatchSpec
 
 
@@ -29,6 +29,42 @@ def batch() -> dict[str, Tensor]:
     draws = torch.Generator().manual_seed(0)
     x, y = torch.randn(8, 6, generator=draws), torch.randint(3, (8,), generator=draws)
     return {"x": x, "y": y, "weights": torch.tensor([1.0, 2.0, 0.5])}
+
+
+def detections(rows: int = 8, targets: int = 0) -> dict[str, Any]:
+    """Rows, and for each of them a mapping of its own, with one target or more; 0 for another number in each row."""
+    draws = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 4, generator=draws, dtype=torch.float64)
+    boxes = [torch.randn(targets or i % 3 + 1, 4, generator=draws, dtype=torch.float64) for i in range(rows)]
+    return {"x": x, "targets": [{"boxes": each} for each in boxes]}
+
+
+def detection_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    pairs = zip(model(batch["x"]), batch["targets"], strict=False)  # as many lines of users' code do
+    return torch.stack([(row - each["boxes"]).square().mean() for row, each in pairs]).sum() / len(batch["x"])
+
+
+def test_a_list_with_a_mapping_for_each_row_is_cut_with_the_rows() -> None:
+    """It was given whole to each part, so that rows met the targets of other rows."""
+    whole = detections()
+    assert count_rows(whole) == 8
+    assert [len(each["boxes"]) for each in batch_part(whole, 1, 2)["targets"]] == [2, 3, 1, 2]
+    again = join_rows([batch_part(whole, index, 2) for index in range(2)])
+    assert torch.equal(again["x"], whole["x"])
+    assert [id(each["boxes"]) for each in again["targets"]] == [id(each["boxes"]) for each in whole["targets"]]
+    views = {"x": torch.zeros(2, 3), "views": [{"a": torch.zeros(2)}, {"a": torch.zeros(2)}]}
+    assert len(batch_part(views, 0, 2)["views"]) == 2  # two inputs with a row each, not two rows
+    equal, model = detections(targets=2), nn.Linear(4, 4).double()
+    trainer = plait.Trainer(model, detection_loss, functools.partial(torch.optim.SGD, lr=0.0), "micro=2")
+    one_device = detection_loss(model, equal).item()
+    assert trainer.step(equal).item() == pytest.approx(one_device, rel=1e-12)
+
+
+def test_lists_of_rows_that_no_graph_can_cut_are_refused() -> None:
+    with pytest.raises(BatchError, match="targets of the batch is a list with an entry for each row.*other shapes"):
+        plait.verify(nn.Linear(4, 4).double(), detection_loss, detections(), "micro=2")
+    with pytest.raises(CaptureError, match="a loader's batch holds this rank's rows alone"):
+        global_like(LocalBatch(detections(4), 4, 8))
 
 
 def test_only_what_has_the_batchs_rows_is_cut() -> None:

@@ -13,15 +13,18 @@ from torch import Tensor
 from plait.comm.protocol import World
 from plait.compile.capture.batch import (
     at_rows,
+    batch_form,
     batch_structure,
     batch_tensors,
     count_rows,
     is_container,
     map_rows,
+    row_lists,
     row_sizes,
+    select_rows,
     take_rows,
 )
-from plait.errors import BatchError, Refusal, UnevenBatchError
+from plait.errors import BatchError, CaptureError, Refusal, UnevenBatchError
 from plait.plan.legality import uneven_micro, uneven_replicas
 from plait.plan.plan import Plan
 
@@ -52,7 +55,15 @@ class LocalBatch:
 
 
 def global_like(batch: LocalBatch) -> Any:
-    """Tensors of the shapes of the global batch that take no memory."""
+    """Tensors of the shapes of the global batch that take no memory.
+
+    Raises CaptureError for lists with a mapping for each row: those of other ranks may have other shapes.
+    """
+    if batch.local_size != batch.global_size and (lists := row_lists(batch.tree)):
+        raise CaptureError(
+            f"{lists[0]} of the batch is a list with an entry for each row, and a loader's batch holds this rank's rows"
+            " alone; stack the entries, padded, as tensors, or give the trainer the global batch"
+        )
 
     def stretched(leaf: Tensor, dim: int) -> Tensor:
         shape = (*leaf.shape[:dim], batch.global_size, *leaf.shape[dim + 1 :])
@@ -96,7 +107,7 @@ def batch_part(batch: Any, index: int, count: int) -> Any:
 def microbatches(batch: Any, num: int) -> list[Any]:
     """The batch's rows in `num` equal parts, in order; for a LocalBatch, this rank's rows of each part.
 
-    Raises BatchError if `num` does not divide the rows.
+    Raises BatchError if `num` does not divide the rows, and for lists of rows of other shapes in each part.
     """
     if num == 1:
         return [batch]
@@ -112,7 +123,22 @@ def microbatches(batch: Any, num: int) -> list[Any]:
         if local:
             part = dataclasses.replace(batch, tree=part, local_size=step, global_size=batch.global_size // num)
         parts.append(part)
+    _check_equal_lists(tree, rows, num, "microbatches")
     return parts
+
+
+def _check_equal_lists(batch: Any, rows: int, num: int, of_what: str) -> None:
+    """Raise BatchError for lists with a mapping for each row whose shapes differ among `num` parts of the batch."""
+    if num == 1 or not (lists := row_lists(batch)):
+        return
+    each = rows // num
+    forms = [batch_form(take_rows(batch, rows, index * each, each)) for index in range(num)]
+    if len({*forms}) > 1:
+        raise BatchError(
+            f"{lists[0]} of the batch is a list with an entry for each row, and the entries of {num} {of_what} have"
+            f" other shapes, so no graph is that of all: {forms[0]} and {next(f for f in forms if f != forms[0])};"
+            " pad the entries to one shape, or leave micro, pipeline, sync and compress out of the plan"
+        )
 
 
 def first_microbatch(batch: Any, num: int) -> Any:
@@ -173,7 +199,7 @@ def rows_of_replica(batch: Any, plan: Plan, world: World) -> LocalBatch:
     each = rows // (parts * micro)
     part = plan.batch_part(world.mesh.coordinates(world.rank))
     places = torch.arange(rows).view(micro, parts, each)[:, part].reshape(-1)
-    tree = map_rows(lambda leaf, dim: at_rows(leaf, dim, places.to(leaf.device)), batch, rows)
+    tree = select_rows(batch, rows, places)
     return LocalBatch(tree, each * micro, rows // num)
 
 
@@ -181,13 +207,14 @@ def batch_of_replica(batch: Any, plan: Plan) -> Any:
     """A batch of the shapes that one replica trains on: the first rows of the global batch, or all of it without
     replicas.
 
-    Raises BatchError if the replicas do not divide the batch.
+    Raises BatchError if the replicas do not divide the batch, and for lists of rows of other shapes in each part.
     """
     if not plan.relaxed_axis:
         return batch
     num, rows = plan.mesh.axis_size(plan.relaxed_axis), num_rows(batch)
     if refusal := uneven_replicas(plan, rows):
         raise UnevenBatchError(refusal)
+    _check_equal_lists(batch, rows, num, "replicas")
     return take_rows(batch, rows, 0, rows // num)
 
 

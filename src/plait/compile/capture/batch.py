@@ -11,6 +11,7 @@ import enum
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -53,9 +54,8 @@ def spec_of(batch: Any) -> BatchSpec:
 def row_sizes(batch: Any) -> list[tuple[str, int]]:
     """(name, number of rows) of each tensor of the batch that has a dim of rows. Raises BatchError for a tensor that is
     not dense."""
-    spec = spec_of(batch)
-    dims = [(name, leaf, spec.row_dim(name, leaf.ndim)) for name, leaf in batch_leaves(batch).items()]
-    return [(name, leaf.shape[dim]) for name, leaf, dim in dims if dim is not None]
+    lists = row_lists(batch)
+    return [(name, num) for name, num in _sizes_along_rows(batch) if not _within(name, lists)]
 
 
 def count_rows(batch: Any) -> int:
@@ -76,8 +76,40 @@ def count_rows(batch: Any) -> int:
 def row_dims(batch: Any, rows: int) -> dict[str, int]:
     """The dim of the rows, by name, of each tensor that has a row for each of the batch's `rows`."""
     spec = spec_of(batch)
-    dims = [(name, leaf, spec.row_dim(name, leaf.ndim)) for name, leaf in _named_tensors(batch)]
+    lists = row_lists(batch)
+    dims = [(n, leaf, spec.row_dim(n, leaf.ndim)) for n, leaf in _named_tensors(batch) if not _within(n, lists)]
     return {name: dim for name, leaf, dim in dims if dim is not None and leaf.shape[dim] == rows}
+
+
+def row_lists(batch: Any) -> tuple[str, ...]:
+    """The names of the lists of the batch that hold a mapping for each row, as the targets of a detector do: as many as
+    the tensors beside them have rows. Tensors in them have no dim of rows. (Mappings whose tensors all have that many
+    rows themselves are several inputs, not rows.)"""
+    lists = {name: found for name, found in _lists_of_mappings("", batch) if name}
+    if not lists:
+        return ()
+    sizes = _sizes_along_rows(batch)
+    beside = Counter(num for name, num in sizes if not _within(name, tuple(lists)))
+    rows = beside.most_common(1)[0][0] if beside else 0
+    inside = {name: [num for each, num in sizes if _within(each, (name,))] for name in lists}
+    return tuple(n for n, found in lists.items() if len(found) == rows and any(num != rows for num in inside[n]))
+
+
+def _sizes_along_rows(batch: Any) -> list[tuple[str, int]]:
+    spec = spec_of(batch)
+    dims = [(name, leaf, spec.row_dim(name, leaf.ndim)) for name, leaf in batch_leaves(batch).items()]
+    return [(name, leaf.shape[dim]) for name, leaf, dim in dims if dim is not None]
+
+
+def _lists_of_mappings(name: str, batch: Any) -> list[tuple[str, Sequence[Any]]]:
+    if type(batch) in (list, tuple) and batch and all(isinstance(child, Mapping) for child in batch):
+        return [(name, batch)]
+    children = _children(batch) or []
+    return [found for key, child in children for found in _lists_of_mappings(_join(name, key), child)]
+
+
+def _within(name: str, lists: tuple[str, ...]) -> bool:
+    return any(name.startswith(f"{each}.") for each in lists)
 
 
 def sequence_dims(batch: Any) -> dict[str, int]:
@@ -102,13 +134,8 @@ def sequence_dims(batch: Any) -> dict[str, int]:
 
 def map_rows(function: Callable[[Tensor, int], Any], batch: Any, rows: int) -> Any:
     """The batch with function(tensor, dim) in place of each tensor that has a row for each of its `rows` along dim."""
-    spec = spec_of(batch)
-
-    def change(name: str, leaf: Any) -> Any:
-        dim = spec.row_dim(name, leaf.ndim) if torch.is_tensor(leaf) else None
-        return leaf if dim is None or leaf.shape[dim] != rows else function(leaf, dim)
-
-    return map_batch(change, batch)
+    dims = row_dims(batch, rows)
+    return map_batch(lambda name, leaf: function(leaf, dims[name]) if name in dims else leaf, batch)
 
 
 def _named_tensors(batch: Any) -> list[tuple[str, Tensor]]:
@@ -124,19 +151,34 @@ def at_rows(leaf: Tensor, dim: int, rows: slice | Tensor) -> Tensor:
 
 def take_rows(batch: Any, rows: int, start: int, num: int) -> Any:
     """`num` rows, from `start` on, of a batch of `rows`."""
-    return map_rows(lambda leaf, dim: at_rows(leaf, dim, slice(start, start + num)), batch, rows)
+    return select_rows(batch, rows, range(start, min(start + num, rows)))
+
+
+def select_rows(batch: Any, rows: int, places: range | Tensor) -> Any:
+    """The rows at these places of a batch of `rows`: of its tensors, and of lists with a mapping for each row."""
+    lists = row_lists(batch)
+    if isinstance(places, range):
+        index = slice(places.start, places.stop)
+        found = map_rows(lambda leaf, dim: at_rows(leaf, dim, index), batch, rows)
+    else:
+        found = map_rows(lambda leaf, dim: at_rows(leaf, dim, places.to(leaf.device)), batch, rows)
+    return _map_lists(lambda _, each: type(each)(each[int(i)] for i in places), "", found, lists)
 
 
 def join_rows(batches: Sequence[Any]) -> Any:
     """Concatenate the rows of batches of one structure; leaves without rows are those of the first batch."""
     first = batches[0]
+    lists = row_lists(first)
+    if lists:
+        several = [dict(_lists_of_mappings("", batch)) for batch in batches]
+        whole = {name: [row for found in several for row in found[name]] for name in lists}
     dims = row_dims(first, count_rows(first))
     leaves = [batch_leaves(batch) for batch in batches]
 
     def join(name: str, leaf: Any) -> Any:
         return torch.cat([found[name] for found in leaves], dims[name]) if name in dims else leaf
 
-    return map_batch(join, first)
+    return _map_lists(lambda name, each: type(each)(whole[name]), "", map_batch(join, first), lists)
 
 
 def batch_leaves(batch: Any) -> dict[str, Tensor]:
@@ -226,11 +268,23 @@ def _signature(name: str, batch: Any, numbers: Mapping[str, int | float]) -> str
     return f"{type(batch).__qualname__}({inside})"
 
 
-def _map(function: Callable[[str, Any], Any], name: str, batch: Any) -> Any:
+def _map_lists(function: Callable[[str, Any], Any], name: str, batch: Any, lists: tuple[str, ...]) -> Any:
+    """The batch with function(name, list) in place of its lists of these names."""
+    return _map(lambda _, leaf: leaf, name, batch, dict.fromkeys(lists, function)) if lists else batch
+
+
+def _map(
+    function: Callable[[str, Any], Any],
+    name: str,
+    batch: Any,
+    lists: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType({}),
+) -> Any:
+    if name in lists:
+        return lists[name](name, batch)
     children = _children(batch)
     if children is None:
         return function(name or "batch", batch)
-    new = [(key, _map(function, _join(name, key), child)) for key, child in children]
+    new = [(key, _map(function, _join(name, key), child, lists)) for key, child in children]
     if isinstance(batch, MutableMapping):  # keeps the class and its other attributes (BatchEncoding)
         made = copy.copy(batch)
         for key, child in new:
