@@ -24,6 +24,7 @@ from plait.plan.step_facts import CutTrial, OptimizerFacts, ParameterFacts, Plac
 
 GPU, OLD = Place("cuda"), Place("cuda", without_bf16="the Tesla V100 of compute capability 7.0")
 WEIGHT = {"weight": ParameterFacts()}
+COMPLEX = {"weight": ParameterFacts(dtype="complex64")}
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,9 @@ WEIGHT = {"weight": ParameterFacts()}
         ("home.parameters=host", StepFacts(), Place(), []),
         ("precision=bf16 precision.head=bf16", StepFacts(), OLD, ["precision=bf16", "precision.head=bf16"]),
         ("precision=fp16", StepFacts(), OLD, []),
+        ("data=2 compress=topk:0.1", StepFacts(COMPLEX), Place(), ["compress=topk:0.1"]),
+        ("data=2 sync=2", StepFacts(COMPLEX), Place(), ["sync=2"]),
+        ("data=2 zero=3", StepFacts(COMPLEX), Place(), []),
         ("precision=bf16", StepFacts(), GPU, []),
         ("home.parameters=host", StepFacts(), None, []),
         ("workers=2 servers=1 home.parameters=host", StepFacts(), GPU, ["home.parameters=host has parameters updated"]),
@@ -230,7 +234,7 @@ NO_REFUSAL = {
     "spec/mesh.py": "argument", "spec/schedule.py": "argument",
 }  # fmt: skip
 SOURCE = Path(plait.__file__).parent
-OF_PLAN = {"refusals", "no_common_memory", "nothing_to_pad", "padding_changes", "padding_unchecked"}
+OF_PLAN = {"refusals", "of_fewer_rows", "no_common_memory", "nothing_to_pad", "padding_changes", "padding_unchecked"}
 
 
 def test_plans_are_refused_in_plan() -> None:

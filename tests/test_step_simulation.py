@@ -321,6 +321,7 @@ def test_replicas_that_agree_later_take_the_step_of_one_and_a_part_of_an_exchang
     assert found.sent == {"node": num_bytes / 8} and few.sent["node"] < num_bytes / 4
     assert found.tokens_per_second == pytest.approx(8 * 16 / found.seconds) and "exchanges" in str(found)
     assert one.mfu < found.mfu < hidden.mfu < 1
+    assert "not counted: what coding and decoding of compress=powersgd:1" in str(few) and "not counted" not in str(one)
     plain = Simulator(model, loss_fn, text, replace(slow, device=h100.device)).simulate(Plan.parse(plans[1]), False)
     assert found.simulated.times == plain.simulated.times
 

@@ -385,6 +385,15 @@ def test_a_model_made_for_the_whole_batch_is_refused_where_it_runs_on_fewer_rows
         plait.verify(layers, lambda m, b: m(b)[last].square().mean(), torch.randn(8, 4), plan)
 
 
+def test_fewer_rows_are_blamed_where_they_fail_and_nowhere_else() -> None:
+    """A shape that only the whole batch has stops the capture; an index that is out of range fails on all rows too."""
+    square = torch.ones(8, 8)
+    with pytest.raises(PlanError, match="'micro=2'.*fewer rows at a time, which fails .*test_verify.py"):
+        plait.verify(nn.Linear(4, 8), lambda m, b: (m(b) * square).mean(), torch.randn(8, 4), "micro=2")
+    with pytest.raises(IndexError, match="out of range"):
+        plait.verify(nn.Embedding(5, 4), lambda m, b: m(b).mean(), torch.full((8, 4), 7), "micro=2")
+
+
 def test_a_loss_that_is_not_a_scalar() -> None:
     with pytest.raises(LossError, match="scalar"):
         plait.verify(gpt(), lambda m, b: m(b["x"]), gpt_batch(), "data=2")

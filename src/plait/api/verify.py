@@ -231,6 +231,7 @@ class Verifier:
         except Exception as error:
             if (refusal := refusal_of_failed_run(plan, error)) is None:
                 raise
+            self._as_it_was(self._run_one_device)(self.batch, Plan(), 1)  # raises the model's own error if it has one
             raise refusal from error
         return Reference(_comparable(reference), functools.partial(self._repetitions, run, plan, bits))
 

@@ -25,8 +25,8 @@ from plait.compile.stages.split import num_stages, updates_within
 from plait.engine.compiler import Compiler
 from plait.engine.local_batch import batch_of_replica, microbatches, num_rows
 from plait.engine.rank_optimizers import OptimizerFactory, check_patterns, facts_of_optimizer
-from plait.errors import PlanError, UnevenBatchError
-from plait.plan.legality import no_compiler, of_rows, refusals
+from plait.errors import CaptureError, PlaitError, PlanError, UnevenBatchError
+from plait.plan.legality import no_compiler, of_fewer_rows, of_rows, refusals
 from plait.plan.plan import Plan
 from plait.plan.step_facts import Place, StepFacts
 
@@ -91,7 +91,12 @@ def check_step(
             raise UnevenBatchError(refusal)
     if plan.shapes:
         first = microbatches(batch_of_replica(compiler.padded(batch), plan), plan.micro)[0]
-    captured = compiler.captured(first)
+    try:
+        captured = compiler.captured(first)
+    except CaptureError as error:
+        if error.data_dependent or not _is_captured(compiler, batch, plan):
+            raise
+        raise PlanError(of_fewer_rows(plan.title, str(error))) from error
     facts = check_captured(compiler, plan, captured, clip_norm)
     compiled = compiler.compiled_from(captured)
     if optimizer is not None:
@@ -99,6 +104,17 @@ def check_step(
         trials = facts_of_optimizer(optimizer, compiler.model, sharding.states, sharding.mesh)
         refuse(plan, replace(facts, optimizer=trials))
     return compiled
+
+
+def _is_captured(compiler: Compiler, batch: Any, plan: Plan) -> bool:
+    """Whether the step of the whole batch is captured, of a plan that has the model run on fewer rows at a time."""
+    if plan.micro == 1 and not plan.relaxed_axis:
+        return False
+    try:
+        compiler.captured(batch)
+    except PlaitError:
+        return False
+    return True
 
 
 def refuse(plan: Plan, facts: StepFacts, place: Place | None = None) -> None:

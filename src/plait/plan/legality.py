@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from plait.errors import Refusal
 from plait.plan.axes import axis_kind, batch_axes, ddp_axis
+from plait.plan.compression import NO_COMPRESSION
 from plait.plan.key_values import Recompute
 from plait.plan.plan import Plan
 from plait.plan.refused_padding import of_buckets
@@ -94,6 +95,15 @@ def _of_relaxed(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
         )  # fmt: skip
     if facts.parameters is None:
         return
+    if plan.relaxed_axis or (plan.workers and plan.compress != NO_COMPRESSION):
+        numbers = {n: each.dtype for n, each in facts.parameters.items() if each.trains}
+        if (found := next((n for n, dtype in numbers.items() if dtype.startswith("complex")), None)) is not None:
+            key = f"sync={plan.sync}" if plan.sync != 1 and not plan.workers else f"compress={plan.compress}"
+            yield Refusal(
+                key, f"{found} is {numbers[found]}, and replicas exchange real numbers only",
+                "leave it out, or keep the parameter as its real and imaginary parts, of which the model makes"
+                " torch.view_as_complex(parameter)",
+            )  # fmt: skip
     for pattern in plan.exempt:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in facts.parameters):
             near = difflib.get_close_matches(pattern, facts.parameters, n=2, cutoff=0.3)
@@ -179,6 +189,15 @@ def of_rows(plan: Plan, rows: int) -> Iterator[Refusal]:
     refusal = uneven_micro(plan.micro, inner) or uneven_parts(plan.inner_plan, inner // plan.micro)
     if refusal:
         yield refusal
+
+
+def of_fewer_rows(title: str, error: str) -> Refusal:
+    """The refusal of a plan that has a model run on fewer rows at a time, which fails."""
+    return Refusal(
+        f"the plan {title!r}", f"it runs the model on fewer rows at a time, which fails ({error})",
+        "take the number of rows from the batch, not from outside, and let no number of the batch count rows before it,"
+        " as the edges of joined graphs and the offsets of bags do; or leave micro and sync out of the plan",
+    )  # fmt: skip
 
 
 def uneven_replicas(plan: Plan, rows: int) -> Refusal | None:

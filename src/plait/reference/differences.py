@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import PlanError, Refusal
+from plait.plan.legality import of_fewer_rows
 from plait.plan.plan import Plan
 
 # Rounding alone changes some tensors by much of their value: the gradient of a bias before a normalization is zero but
@@ -367,9 +368,4 @@ def refusal_of_failed_run(plan: Plan, error: Exception) -> PlanError | None:
         return PlanError(Refusal(f"precision={name}", why, "keep the module in fp32, with precision.NAME=fp32"))
     if plan.micro == 1 and not plan.relaxed_axis:
         return None
-    why = f"it runs the model on fewer rows at a time, which fails ({type(error).__name__}: {error})"
-    instead = (
-        "take the number of rows from the batch, not from outside, and let no number of the batch count rows before it,"
-        " as the edges of joined graphs and the offsets of bags do; or leave micro and sync out of the plan"
-    )
-    return PlanError(Refusal(f"the plan {plan.title!r}", why, instead))
+    return PlanError(of_fewer_rows(plan.title, f"{type(error).__name__}: {error}"))

@@ -9,7 +9,9 @@ from pathlib import Path
 from plait.cost.memory_model import human_bytes
 from plait.cost.transformer_simulation import SimulatedStep, larger_buckets
 from plait.errors import PlanError
+from plait.plan.compression import NO_COMPRESSION
 from plait.plan.key_values import Bytes
+from plait.plan.plan import Plan
 from plait.spec.trace import Trace
 
 
@@ -45,6 +47,7 @@ def describe_step(step: SimulatedStep) -> str:
         lines += [f"  {name:18} {human_bytes(value):>10}" for name, value in found.host_memory.items() if value]
     lines += ["", "bytes that a rank sends in a step, by the level of the link"]
     lines += [f"  {level:18} {human_bytes(value):>10}" for level, value in found.sent.items()] or ["  none"]
+    lines += not_counted(step.plan)
     return "\n".join(lines)
 
 
@@ -57,6 +60,19 @@ def memory_line(peak: float, room: float) -> str:
     """The line that says whether a peak fits into a device's memory."""
     verdict = "fits" if peak <= room else f"does not fit, by {human_bytes(peak - room)}"
     return f"  {'all':18} {human_bytes(peak):>10}  of {human_bytes(room)}: {verdict}"
+
+
+def not_counted(plan: Plan) -> list[str]:
+    """A line that names the keys of a plan of which simulated times know nothing; none if there is no such key."""
+    keys = [
+        (plan.allreduce != "backend", f"allreduce={plan.allreduce}, as if it were the fastest that the links have"),
+        (plan.compile != "none", f"compile={plan.compile}, as if each op ran by itself"),
+        (plan.cudagraphs == "yes", "cudagraphs=yes"),
+        (bool(plan.shapes), "shapes=, as if the batch were not padded"),
+        (plan.compress != NO_COMPRESSION, f"what coding and decoding of compress={plan.compress} computes"),
+    ]
+    left_out = [text for given, text in keys if given]
+    return ["", f"not counted: {'; '.join(left_out)}"] if left_out else []
 
 
 def check_step_page(path: Path | None) -> None:

@@ -11,7 +11,7 @@ from plait.cost.step_simulation import SimulatedProgram
 from plait.errors import PlanError
 from plait.plan.plan import Plan
 from plait.report.memory_table import MemoryEstimate
-from plait.report.simulation_text import memory_line, shown_seconds, time_lines
+from plait.report.simulation_text import memory_line, not_counted, shown_seconds, time_lines
 from plait.spec.cluster import Cluster
 from plait.spec.trace import Trace
 
@@ -117,4 +117,5 @@ class StepPrediction:
             lines += ["", "memory: not predicted"]
         lines += ["", "bytes that a rank sends in a step, by the level of the link"]
         lines += [f"  {level:18} {human_bytes(value):>10}" for level, value in self.sent.items()] or ["  none"]
+        lines += not_counted(self.plan)
         return "\n".join(lines)
