@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -437,6 +438,8 @@ def test_layers_lie_where_memory_and_the_output_layer_leave_room() -> None:
     assert layers_of_stages(8, 4) == [2] * 4
     assert equal_layers(Deep(3)) == Layers("layers", 3)
     assert equal_layers(torch.nn.Linear(2, 2)) is None
+    places: list[Any] = [None, None]  # of a list with no module in some, as models with optional layers have
+    assert equal_layers(torch.nn.Sequential(torch.nn.ModuleList(places))) is None
     few = with_fewer(Deep(5), Layers("layers", 5), 2)
     assert len(few.layers) == 2
     assert few(torch.zeros(1, 8)).shape == (1, 1)

@@ -5,6 +5,7 @@ Each becomes an input of the graph, named by its place.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 
 import torch
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
+from plait.compile.capture.capture_errors import source_line, users_frame
 from plait.compile.capture.fake_parameters import FakeParameters, MadeBuffer, fake_like, is_real
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.module_hooks import autograd_nodes
@@ -53,7 +55,7 @@ class Outside:
         self._by_id: dict[int, Tensor] = {}
         self._kept: list[Tensor] = []  # ids stay unique while these live
         self._buffers = {recorder.node_of(fake): name for name, fake in model_fakes.buffers.items()}
-        self._held: set[str] = set()  # buffers whose numbers Python has read
+        self._held: dict[str, str] = {}  # buffers whose numbers Python has read, with the first line that did
         self._storages: dict[int, str] = {}
         for real_id, name in model_fakes.names.items():
             real = reached.own.get(real_id)
@@ -123,7 +125,10 @@ class Outside:
         if any(real is None or real.numel() > _MOST_COMPARED or real.is_meta for real in reals.values()):
             return {}
         self.compared |= {self.nodes[root] for root in roots if root in self.nodes}
-        self._held |= {own[root] for root in roots if root in own}
+        if held := {own[root] for root in roots if root in own}:
+            frame = users_frame(sys._getframe(1))
+            line = "" if frame is None else source_line(frame)
+            self._held = dict.fromkeys(held, line) | self._held
         return {root.name: real for root, real in reals.items() if real is not None}
 
     def _real(self, root: Node) -> Tensor | None:
@@ -146,10 +151,10 @@ class Outside:
 
     def check_held(self, written: Collection[str]) -> None:
         """Raise CaptureError if Python has read numbers of one of the `written` buffers, which the step changes."""
-        for name in self._held & {*written}:
+        for name in sorted(self._held.keys() & {*written}):
             raise CaptureError(
                 f"the step changes the buffer {name}, and Python needs a number in it, so that each step would be"
-                " another graph; use torch.where instead, and x.item() to print or keep the number"
+                f" another graph ({self._held[name]}); use torch.where instead, and x.item() to print or keep the number"
             )
 
 
