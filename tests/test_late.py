@@ -359,7 +359,9 @@ def test_a_number_in_a_buffer_is_known_and_checked_when_the_step_runs() -> None:
 
 
 def test_a_number_in_a_buffer_that_the_step_changes_is_refused() -> None:
-    with pytest.raises(plait.PlaitError, match=r"changes the buffer angles, and .* graph .*test_late.py:\d+: \"if self.angles"):
+    with pytest.raises(
+        plait.PlaitError, match=r"changes the buffer angles, and .* graph .*test_late.py:\d+: \"if self.angles"
+    ):
         plait.verify(Tables(counts=True), square, batch(), "data=2")
 
 

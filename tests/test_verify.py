@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.engine.compiler import Compiler
 from plait.errors import LayoutError, LossError, PlanError, RankFailed
 from plait.reference.differences import LAST_BITS, Report, RunResult, compare
+from plait.reference.one_device import one_device_step
 from plait.report.explanation import explanation
 
 SHARED = pytest.mark.xdist_group("verify")  # plans share what is captured; families are apart
@@ -272,15 +274,21 @@ def test_what_rounds_a_gradient_rounds_all_that_comes_after_an_update() -> None:
 def test_a_precision_that_kernels_do_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as a grouped matrix product of rows that are no multiple of 16 bytes: fake tensors do not know."""
 
-    def refuse(*_: object) -> None:
-        raise RuntimeError("strides should be multiple of 16 bytes")
+    refused = {"bf16"}
+
+    def refuse(*given: Any) -> object:
+        if given[3].precision in refused:
+            raise RuntimeError("strides should be multiple of 16 bytes")
+        return one_device_step(*given)
 
     monkeypatch.setattr("plait.api.verify.one_device_step", refuse)
     given = (nn.Linear(8, 4), lambda m, x: m(x).pow(2).mean(), torch.randn(4, 8))
     with pytest.raises(PlanError, match=r"precision=bf16: on one device the model does not run in it \(strides should"):
         plait.verify(*given, "data=2 precision=bf16")
-    with pytest.raises(RuntimeError, match="^strides should"):
-        plait.verify(*given, "data=2")
+    refused.add("fp32")
+    for plan in ("data=2", "data=2 precision=bf16"):  # it does not run at all
+        with pytest.raises(RuntimeError, match="^strides should"):
+            plait.verify(*given, plan)
 
 
 @pytest.mark.filterwarnings("ignore:std")

@@ -41,7 +41,9 @@ def equal_layers(model: nn.Module) -> Layers | None:
     found = []
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) > 1:
-            kinds = {None if each is None else _form(each) for each in module}  # a list may have places without a module
+            kinds = {
+                None if each is None else _form(each) for each in module
+            }  # a list may have places without a module
             if len(kinds) == 1 and None not in kinds:
                 found.append(Layers(path, len(module)))
     return max(found, key=lambda each: each.number, default=None)

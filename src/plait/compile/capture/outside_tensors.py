@@ -154,7 +154,8 @@ class Outside:
         for name in sorted(self._held.keys() & {*written}):
             raise CaptureError(
                 f"the step changes the buffer {name}, and Python needs a number in it, so that each step would be"
-                f" another graph ({self._held[name]}); use torch.where instead, and x.item() to print or keep the number"
+                f" another graph ({self._held[name]}); use torch.where instead, and x.item() to print or"
+                " keep the number"
             )
 
 
