@@ -67,6 +67,13 @@ def test_lists_of_rows_that_no_graph_can_cut_are_refused() -> None:
         global_like(LocalBatch(detections(4), 4, 8))
 
 
+def test_a_list_that_could_be_rows_or_inputs_is_not_cut() -> None:
+    unclear = {"x": torch.zeros(2, 3), "t": [{"b": torch.zeros(2, 4)}, {"b": torch.zeros(2, 4)}]}
+    assert microbatches(unclear, 1) == [unclear]
+    with pytest.raises(BatchError, match="t of the batch is a list of 2 mappings.*give several inputs as a mapping"):
+        microbatches(unclear, 2)
+
+
 def test_only_what_has_the_batchs_rows_is_cut() -> None:
     whole = {**batch(), "scale": torch.tensor(2.0), "n": 3}
     for parts in ([batch_part(whole, index, 2) for index in range(2)], microbatches(whole, 2)):

@@ -23,6 +23,7 @@ from plait.compile.capture.batch import (
     row_sizes,
     select_rows,
     take_rows,
+    unclear_lists,
 )
 from plait.errors import BatchError, CaptureError, Refusal, UnevenBatchError
 from plait.plan.legality import uneven_micro, uneven_replicas
@@ -123,12 +124,19 @@ def microbatches(batch: Any, num: int) -> list[Any]:
         if local:
             part = dataclasses.replace(batch, tree=part, local_size=step, global_size=batch.global_size // num)
         parts.append(part)
-    _check_equal_lists(tree, rows, num, "microbatches")
+    _check_lists(tree, rows, num, "microbatches")
     return parts
 
 
-def _check_equal_lists(batch: Any, rows: int, num: int, of_what: str) -> None:
-    """Raise BatchError for lists with a mapping for each row whose shapes differ among `num` parts of the batch."""
+def _check_lists(batch: Any, rows: int, num: int, of_what: str) -> None:
+    """Raise BatchError for lists with a mapping for each row whose shapes differ among `num` parts of the batch, and for
+    those that could be several inputs as well."""
+    if num > 1 and (unclear := unclear_lists(batch)):
+        raise BatchError(
+            f"{unclear[0]} of the batch is a list of {rows} mappings, whose tensors have {rows} rows each, and the batch"
+            f" has {rows} rows: {of_what} cannot tell whether it has an entry for each row, or is several inputs; stack"
+            " the entries of rows as tensors, or give several inputs as a mapping"
+        )
     if num == 1 or not (lists := row_lists(batch)):
         return
     each = rows // num
@@ -214,7 +222,7 @@ def batch_of_replica(batch: Any, plan: Plan) -> Any:
     num, rows = plan.mesh.axis_size(plan.relaxed_axis), num_rows(batch)
     if refusal := uneven_replicas(plan, rows):
         raise UnevenBatchError(refusal)
-    _check_equal_lists(batch, rows, num, "replicas")
+    _check_lists(batch, rows, num, "replicas")
     return take_rows(batch, rows, 0, rows // num)
 
 

@@ -84,15 +84,28 @@ def row_dims(batch: Any, rows: int) -> dict[str, int]:
 def row_lists(batch: Any) -> tuple[str, ...]:
     """The names of the lists of the batch that hold a mapping for each row, as the targets of a detector do: as many as
     the tensors beside them have rows. Tensors in them have no dim of rows. (Mappings whose tensors all have that many
-    rows themselves are several inputs, not rows.)"""
+    rows themselves are taken as several inputs, see `unclear_lists`.)"""
+    rows, inside = _lists_as_long_as_rows(batch)
+    return tuple(name for name, sizes in inside.items() if any(num != rows for num in sizes))
+
+
+def unclear_lists(batch: Any) -> tuple[str, ...]:
+    """The names of the lists of mappings that could be an entry for each row, or several inputs that all have rows."""
+    rows, inside = _lists_as_long_as_rows(batch)
+    return tuple(name for name, sizes in inside.items() if rows > 1 and sizes and all(num == rows for num in sizes))
+
+
+def _lists_as_long_as_rows(batch: Any) -> tuple[int, dict[str, list[int]]]:
+    """The rows of the tensors that are in no list of mappings, and for each such list with as many mappings the sizes
+    of dim 0 of the tensors in it."""
     lists = {name: found for name, found in _lists_of_mappings("", batch) if name}
     if not lists:
-        return ()
+        return 0, {}
     sizes = _sizes_along_rows(batch)
     beside = Counter(num for name, num in sizes if not _within(name, tuple(lists)))
     rows = beside.most_common(1)[0][0] if beside else 0
-    inside = {name: [num for each, num in sizes if _within(each, (name,))] for name in lists}
-    return tuple(n for n, found in lists.items() if len(found) == rows and any(num != rows for num in inside[n]))
+    long = [name for name, found in lists.items() if len(found) == rows]
+    return rows, {name: [num for each, num in sizes if _within(each, (name,))] for name in long}
 
 
 def _sizes_along_rows(batch: Any) -> list[tuple[str, int]]:
