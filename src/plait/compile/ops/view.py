@@ -31,7 +31,7 @@ from plait.compile.ops.base import (
     register,
     state,
 )
-from plait.compile.ops.dims import blocks_of, dims_of, first_operand, overloads, positive, put
+from plait.compile.ops.dims import aten, blocks_of, dims_of, first_operand, overloads, positive, put
 from plait.errors import CaptureError
 
 DimMap = Callable[[Call], Sequence[int | None]]  # for each dim of the output, the dim of the input or None
@@ -64,10 +64,21 @@ def _permute(call: Call) -> Sequence[int | None]:
     return [positive(d, call.inputs[0].ndim) for d in call.args[1]]
 
 
-def _squeeze(call: Call) -> Sequence[int | None]:
+def _squeezed(call: Call) -> list[int]:
+    """The dims that a squeeze leaves out."""
     shape = call.inputs[0].shape
     dims = dims_of(call.args[1], len(shape)) if len(call.args) > 1 else range(len(shape))
-    return [d for d, n in enumerate(shape) if not (d in dims and n == 1)]
+    return [d for d in dims if shape[d] == 1]
+
+
+def _squeeze(call: Call) -> Sequence[int | None]:
+    out = _squeezed(call)
+    return [d for d in range(call.inputs[0].ndim) if d not in out]
+
+
+def _emit_squeeze(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+    """A part may have size 1 where the whole has not."""
+    return builder.call(aten.squeeze.dims, args[0], _squeezed(call))
 
 
 def _unsqueeze(call: Call) -> Sequence[int | None]:
@@ -138,6 +149,7 @@ for _names, _map in {
     ("unsqueeze",): _unsqueeze,
 }.items():
     register(*overloads(*_names), spec=replace(_mapped(_map), view=View.WHOLE))
+state(*overloads("squeeze", "squeeze.dim", "squeeze.dims"), emit=_emit_squeeze)
 
 
 def _existing(dim_map: DimMap) -> OpSpec:
