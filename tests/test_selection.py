@@ -107,6 +107,14 @@ def test_selected_rows_are_those_of_plain_pytorch(name: str) -> None:
         assert verifier.verify(plan).ok, plan
 
 
+def test_a_selection_is_a_tensor_to_a_model_that_asks() -> None:
+    def loss(m: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        found = {"logits": m(b["x"])[b["k"]], "name": "net"}
+        return torch.stack([v.square().mean() for v in found.values() if isinstance(v, Tensor)]).sum()
+
+    assert plait.verify(net(), loss, batch(), "data=2", steps=1).ok
+
+
 def test_the_loss_of_a_batch_without_a_selected_row_is_that_of_pytorch() -> None:
     def loss_fn(m: Any, b: Any) -> Tensor:
         return F.mse_loss(m(b["x"])[b["k"]], b["t"].nan_to_num()[b["k"]], reduction="sum") + 0 * m(b["x"]).sum()

@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from plait.compile.capture.masked_ops import give_operators
-from plait.compile.capture.masked_rows import HANDLERS, Owner, Selected, UnknownCount, dynamic, same_rows
+from plait.compile.capture.masked_rows import HANDLERS, Owner, Selected, UnknownCount, dynamic, is_whole, same_rows
 from plait.compile.ops.experts import expert_addmm, expert_mm, expert_rows
 
 
@@ -305,7 +305,7 @@ def _with_tables(values: Any, body: Round) -> Any:
     """The arguments, with the table of all experts for a parameter of one."""
 
     def table_of(value: Any) -> Any:
-        return body.table_of(value) if isinstance(value, Tensor) else value
+        return body.table_of(value) if is_whole(value) else value
 
     return map_aggregate(values, table_of)
 
@@ -390,7 +390,7 @@ def _addmm(bias: Any, x: Any, weight: Any) -> ExpertRows:
     num, _, width = weight.table.shape
     if isinstance(bias, OwnRow) and tuple(bias.shape) == (width,):
         table = bias.table
-    elif isinstance(bias, Tensor) and tuple(bias.shape) == (width,):
+    elif is_whole(bias) and tuple(bias.shape) == (width,):
         table = bias.expand(num, width)
     else:
         raise dynamic()
@@ -428,7 +428,7 @@ def _as_autocast(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _index_add(func: Any, x: Any, dim: int, index: Any, source: Any, *, alpha: float = 1) -> Tensor:
-    if not isinstance(x, Tensor) or dim != 0 or not isinstance(index, ExpertRows) or not isinstance(source, ExpertRows):
+    if not is_whole(x) or dim != 0 or not isinstance(index, ExpertRows) or not isinstance(source, ExpertRows):
         raise dynamic()
     same_rows([index, source])
     terms = source.terms()

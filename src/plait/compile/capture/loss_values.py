@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.compile.capture.late_values import LateNumber
-from plait.compile.capture.masked_rows import Selected
+from plait.compile.capture.masked_rows import Selected, is_whole
 from plait.errors import LossError
 
 FORMS = (
@@ -240,7 +240,7 @@ def _weight(weight: Any, total: Tensor, what: str, scalar: bool = True) -> Tenso
 
 
 def _tensor(value: Any, what: str) -> Tensor:
-    if not isinstance(value, Tensor):
+    if not is_whole(value):
         raise LossError(f"{what} is a {_type(value)}, not a tensor; {FORMS}")
     return value
 
@@ -255,7 +255,7 @@ def _scalar(value: Any, what: str, floating: bool = True) -> Tensor:
 
 
 def _type(value: Any) -> str:
-    if isinstance(value, Tensor):
+    if is_whole(value):
         return "Tensor"
     if isinstance(value, LateNumber):
         return "Python number made by .item()"

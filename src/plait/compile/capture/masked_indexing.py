@@ -29,7 +29,7 @@ from plait.compile.capture.expert_stand_ins import ExpertRows, LoopIndex
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.late_values import LateCheck, LateValues
 from plait.compile.capture.loop_state import calls_since, last_call
-from plait.compile.capture.masked_rows import FILL, Addition, InOne, Selected, dynamic, rows_of
+from plait.compile.capture.masked_rows import FILL, Addition, InOne, Selected, dynamic, is_whole, rows_of
 from plait.compile.capture.parts_left_out import ConditionalUses
 from plait.compile.capture.unrolled_loops import UnrolledLoop
 from plait.compile.ir.rewriting import root_of
@@ -86,7 +86,7 @@ class Selections(TorchFunctionMode):
         """Add rows that a mask selects to a value, with `add`, which returns the value or None."""
         last, was = last_call(self._recorder), self._recorder.node_of(x)
         found = add()
-        after = found if isinstance(found, Tensor) else x
+        after = found if is_whole(found) else x
         self.note_addition(Addition(calls_since(self._recorder, last), x, after, was, self._recorder.node_of(keep)))
         return found
 
@@ -158,7 +158,7 @@ class Selections(TorchFunctionMode):
 
     def _scattered(self, in_place: bool, x: Any, mask: Any, source: Any) -> Any:
         """x.masked_scatter(mask, source), where the values of the mask are known now."""
-        alike = isinstance(source, Tensor) and tuple(mask.shape) == tuple(x.shape)
+        alike = is_whole(source) and tuple(mask.shape) == tuple(x.shape)
         known = self._known_places(mask, of_buffers=False) if alike else None
         if known is None:
             return NotImplemented
@@ -170,7 +170,7 @@ class Selections(TorchFunctionMode):
         """An index with the places that masks select in place of masks whose values are known now. The index itself if
         there are none, or if the rows that the first one selects are no tensor of another shape."""
         each = index if isinstance(index, tuple) else (index,)
-        whole = isinstance(value, Tensor) and value.ndim > 0
+        whole = is_whole(value) and value.ndim > 0
         places = [self._known_places(one) if at or whole else None for at, one in enumerate(each)]
         if all(one is None for one in places):
             return index
@@ -181,7 +181,7 @@ class Selections(TorchFunctionMode):
         """The places that a mask selects, a tensor for each dim, if it is computed from constants, buffers and tensors
         that are neither parameters nor the batch's. With others of the last a later step is captured anew, and that
         buffers have these values is checked when the step runs."""
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not mask.ndim:
+        if not is_whole(mask) or mask.dtype != torch.bool or not mask.ndim:
             return None
         fake = mask if _is_fake(mask) else self._recorder.outside.fake_of(mask)  # type: ignore[union-attr]
         if mask.numel() > _MOST_KNOWN:

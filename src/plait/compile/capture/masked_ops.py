@@ -11,7 +11,16 @@ from torch import Tensor
 from torch.fx.node import map_aggregate
 
 from plait.compile.capture.late_values import LateNumber
-from plait.compile.capture.masked_rows import HANDLERS, Selected, UnknownCount, dynamic, plain, rows_of, same_rows
+from plait.compile.capture.masked_rows import (
+    HANDLERS,
+    Selected,
+    UnknownCount,
+    dynamic,
+    is_whole,
+    plain,
+    rows_of,
+    same_rows,
+)
 
 _IGNORED = -100  # the class that cross_entropy and nll_loss ignore by default
 
@@ -24,11 +33,11 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Selected:
     ndim = max(one.ndim for one in same_rows((args, kwargs)))
 
     def along(v: Any) -> Any:
-        if isinstance(v, Tensor) and not (v.ndim < ndim or (v.ndim == ndim and v.shape[0] == 1)):
+        if is_whole(v) and not (v.ndim < ndim or (v.ndim == ndim and v.shape[0] == 1)):
             raise dynamic()
         if isinstance(v, Selected) and v.ndim != ndim:
             raise dynamic()
-        return first.owner.beside(v, first) if isinstance(v, Tensor) else v
+        return first.owner.beside(v, first) if is_whole(v) else v
 
     args, kwargs = plain(map_aggregate((args, kwargs), along))
     return first.like(func(*args, **kwargs))
@@ -92,7 +101,7 @@ def _along_dim(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _wrapped(x: Selected, found: Any) -> Any:
-    if isinstance(found, Tensor):
+    if is_whole(found):
         return x.like(found)
     return type(found)([x.like(part) for part in found])
 

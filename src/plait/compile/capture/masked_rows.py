@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -116,6 +116,11 @@ class Selected:
             return found.like(found.filled(self.values))
         found.positions = True
         return found
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """Tensor, so that where a model asks isinstance(x, Tensor) it goes on as with the rows themselves."""
+        return Tensor if type(self) is Selected else type(self)
 
     @property
     def count(self) -> Tensor:
@@ -272,6 +277,11 @@ def dynamic(why: str = "") -> DynamicOutputShapeException:
     error = DynamicOutputShapeException(torch.ops.aten.nonzero.default)
     error.why = why  # type: ignore[attr-defined]
     return error
+
+
+def is_whole(value: Any) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor, and no selection, which isinstance takes for one."""
+    return isinstance(value, Tensor) and not issubclass(type(value), Selected)
 
 
 def same_rows(values: Any) -> list[Selected]:

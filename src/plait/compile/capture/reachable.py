@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.compile.capture.capture_errors import is_library
+from plait.compile.capture.masked_rows import is_whole
 from plait.compile.capture.python_state import (
     MISSING,
     AttributesHolder,
@@ -92,7 +93,7 @@ class Reached:
         self._seen.add(id(value))
         self._kept.append(value)
         for visit, kinds in _VISITS_OF_CONTENT:
-            if isinstance(value, kinds):
+            if issubclass(type(value), kinds):  # a selection says that it is a tensor
                 visit(self, place, value)
                 return
         self.structure[place] = _kind(value)
@@ -108,7 +109,7 @@ class Reached:
             self._object(place, value)
 
     def _later(self, place: str, value: Any) -> None:
-        if not isinstance(value, Tensor) or id(value) not in self.own:
+        if not is_whole(value) or id(value) not in self.own:
             self._waiting.append((place, value))
 
     def _hold(self, holder: Holder, skip: tuple[str, ...] = ()) -> None:
@@ -328,7 +329,7 @@ class Reached:
             if container and isinstance(container, (dict, list, deque)) and self._is_at(place, container):
                 filled = DictHolder(place, container) if isinstance(container, dict) else ListHolder(place, container)
                 now, filled.before = filled.before, {}
-                yield from ((filled, key, MISSING, value) for key, value in now.items() if isinstance(value, Tensor))
+                yield from ((filled, key, MISSING, value) for key, value in now.items() if is_whole(value))
 
     def _is_at(self, place: str, container: Any) -> bool:
         """Whether a container is still where it was found; another may have taken its place."""
