@@ -503,3 +503,26 @@ def test_a_search_through_a_long_loop_ends() -> None:
 
     found = Compiler(Captures(model, loss), Plan.parse("tensor=2")).compiled(torch.randn(2, 16, 32))
     assert found.share is not None and found.share.parameters > 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"mode": "max", "padding_idx": 2}, {"mode": "mean", "padding_idx": -3}, {}], ids=str
+)
+@pytest.mark.parametrize("offsets", [None, torch.tensor([0, 2, 2, 5])], ids=["rows", "offsets"])
+def test_bags_are_split_over_rows_columns_and_tables(options: dict[str, object], offsets: Tensor | None) -> None:
+    """A warning that an op has no rule would be an error."""
+    if offsets is not None and options.get("mode") == "max":
+        pytest.skip("runs whole")
+    torch.manual_seed(0)
+    model = nn.EmbeddingBag(6, 4, dtype=torch.float64, **options)  # type: ignore[arg-type]
+    ids = torch.tensor([[2, 2, 3], [1, 2, 5], [4, 4, 0], [3, 2, 1]])
+    batch = {"ids": ids if offsets is None else ids.reshape(-1)[:9]}
+    if offsets is not None:
+        batch["offsets"] = offsets
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["ids"], batch.get("offsets")).square().mean()  # type: ignore[no-any-return]
+
+    verifier = plait.Verifier(model, loss, batch, steps=1)
+    assert verifier.verify("data=2 tensor=2", layouts={"weight": "-, tensor"}).ok if offsets is None else True
+    assert verifier.verify("tensor=2", layouts={"weight": "tensor, -"}).ok

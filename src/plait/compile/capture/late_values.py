@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
@@ -30,6 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from plait.compile.capture.branches import Part, forced_branch, instruction_of, part_left_out
 from plait.compile.capture.capture_errors import source_line, users_frame
 from plait.compile.capture.log_only import branch_without_output, is_shown
+from plait.compile.ops.bags import by_lookup
 from plait.compile.ops.ctc import with_lengths
 
 UNKNOWN = "?"  # how a number prints that is known only when the step runs
@@ -87,7 +89,7 @@ class LateValues(TorchFunctionMode):
             return bool(torch.eq(args[0], args[1]).all())
         if func in _ALL:
             return _ALL[func](*args, **kwargs)
-        if func in _CTC and (found := with_lengths(*args, **kwargs)) is not NotImplemented:
+        if func in _BY_OTHERS and (found := _BY_OTHERS[func](*args, **kwargs)) is not NotImplemented:
             return found
         if func in (torch.tensor, torch.as_tensor) and _holds_late(args[0]):
             return _built(args[0], kwargs)
@@ -207,7 +209,7 @@ class LateValues(TorchFunctionMode):
 _PRINTED = frozenset({Tensor.__float__, Tensor.__int__, Tensor.__format__, Tensor.tolist})
 _IN_PRINT: dict[Any, Any] = {Tensor.__int__: 0, Tensor.tolist: UNKNOWN}
 _ALL = {torch._is_all_true: torch.all, torch._is_any_true: torch.any}  # in argument checks of distributions
-_CTC = frozenset({torch.nn.functional.ctc_loss, torch.ctc_loss})
+_BY_OTHERS = {F.ctc_loss: with_lengths, torch.ctc_loss: with_lengths, F.embedding_bag: by_lookup}
 _EQUAL = frozenset({torch.equal, Tensor.equal})
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from plait.backends.xla.lowerings.table import CannotLower, Result, aten, is_float, lowers, wide
+from plait.backends.xla.lowerings.table import CannotLower, aten, is_float, lowers, wide
 
 
 def _places(index: Any, size: int) -> Any:
@@ -117,24 +117,6 @@ def _index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = F
         return jnp.where(mask, (x + values if accumulate else values).astype(x.dtype), x)
     at = wide(x).at[_indices(x, indices)] if accumulate else x.at[_indices(x, indices)]
     return at.add(wide(values)) if accumulate else at.set(values.astype(x.dtype))
-
-
-@lowers(aten._embedding_bag.default, result=True)
-def _embedding_bag(
-    weight: Any, index: Any, offsets: Any, by_frequency: bool = False, mode: int = 0, sparse: bool = False,
-    weights: Any = None, include_last: bool = False, padding: int = -1, *, result: Sequence[Result],
-) -> Any:  # fmt: skip
-    if by_frequency or mode == 2 or include_last or padding >= 0:
-        raise CannotLower("with mode='max', padding_idx, include_last_offset or scale_grad_by_freq")
-    num = offsets.shape[0]
-    bags = jnp.searchsorted(offsets, jnp.arange(index.shape[0]), side="right") - 1
-    rows = wide(jnp.take(weight, index, axis=0))
-    rows = rows if weights is None else rows * weights[:, None]
-    sums = jnp.zeros((num, weight.shape[1]), rows.dtype).at[bags].add(rows)
-    sizes = jnp.zeros(num, jnp.int64).at[bags].add(1)
-    found = sums / jnp.maximum(sizes, 1)[:, None] if mode == 1 else sums
-    most = jnp.zeros(result[3].shape, result[3].dtype)
-    return found, jnp.resize(bags, result[1].shape), jnp.resize(sizes, result[2].shape), most
 
 
 def _windows(x: Any, size: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Any, fill: Any,
@@ -324,18 +306,3 @@ def _replication_pad_backward(gradient: Any, x: Any, padding: Sequence[int]) -> 
         edges[-1 - number] = (padding[2 * number], padding[2 * number + 1])
     _, pull = jax.vjp(lambda v: jnp.pad(v, edges, mode="edge"), wide(x))
     return pull(wide(gradient))[0]
-
-
-@lowers(aten._embedding_bag_backward.default)
-def _embedding_bag_backward(
-    gradient: Any, index: Any, offsets: Any, bags: Any, sizes: Any, most: Any, num: int, by_frequency: bool, mode: int,
-    sparse: bool, weights: Any, padding: int = -1,
-) -> Any:  # fmt: skip
-    if by_frequency or mode == 2 or padding >= 0:
-        raise CannotLower("with mode='max', padding_idx or scale_grad_by_freq")
-    own = jnp.searchsorted(offsets, jnp.arange(index.shape[0]), side="right") - 1
-    exact = wide(gradient)
-    if mode == 1:
-        exact = exact / jnp.maximum(jnp.zeros(exact.shape[0], exact.dtype).at[own].add(1), 1)[:, None]
-    rows = exact[own] if weights is None else exact[own] * weights[:, None]
-    return jnp.zeros((num, gradient.shape[1]), exact.dtype).at[index].add(rows)
