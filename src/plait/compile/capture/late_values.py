@@ -209,7 +209,11 @@ class LateValues(TorchFunctionMode):
 _PRINTED = frozenset({Tensor.__float__, Tensor.__int__, Tensor.__format__, Tensor.tolist})
 _IN_PRINT: dict[Any, Any] = {Tensor.__int__: 0, Tensor.tolist: UNKNOWN}
 _ALL = {torch._is_all_true: torch.all, torch._is_any_true: torch.any}  # in argument checks of distributions
-_BY_OTHERS = {F.ctc_loss: with_lengths, torch.ctc_loss: with_lengths, F.embedding_bag: by_lookup}
+_BY_OTHERS: dict[Any, Callable[..., Any]] = {
+    F.ctc_loss: with_lengths,
+    torch.ctc_loss: with_lengths,
+    F.embedding_bag: by_lookup,
+}
 _EQUAL = frozenset({torch.equal, Tensor.equal})
 
 
