@@ -43,6 +43,13 @@ def losses() -> dict[str, list[Args]]:
                 grad = f(*target.shape) if r == 0 else f()
                 backward += [(grad, scores, kept, weight, r, -100, total)]
         found[f"nll_loss{suffix}_backward"] = backward
+    grads = [f(6), f(), f()]
+    labels, many = i(12, 6), torch.where(torch.arange(12) < 2, i(12, 6, 12), -1)
+    is_target = op_of("multilabel_margin_loss_forward")(x, many, 0)[1]
+    found["multi_margin_loss"] = [(x, labels, 1, 1.0, w, r) for w in (None, u(12)) for r in range(3)]
+    found["multi_margin_loss_backward"] = [(grads[r], x, labels, 1, 1.0, u(12), r) for r in range(3)]
+    found["multilabel_margin_loss_forward"] = [(x, many, r) for r in range(3)]
+    found["multilabel_margin_loss_backward"] = [(grads[r], x, many, r, is_target) for r in range(3)]
     found["nll_loss_forward"].append((f(12), torch.tensor(5), None, 1, -100))
     found["nll_loss_backward"].append((f(), f(12), torch.tensor(5), None, 1, -100, torch.tensor(1.0).double()))
     return found
@@ -85,6 +92,10 @@ def pools() -> dict[str, list[Args]]:
         small, places = op_of(f"max_pool{n}d_with_indices")(x, *most)
         size = list(x.shape[2:])
         found[f"max_unpool{n}d"] = [(small, places, size, *([[2] * n, [0] * n] if n == 3 else []))]
+        places = u(6, 12, n)
+        pooled, chosen = op_of(f"fractional_max_pool{n}d")(x, [1] * n, [1] * n, places)
+        found[f"fractional_max_pool{n}d"] = [(x, [1] * n, [1] * n, places)]
+        found[f"fractional_max_pool{n}d_backward"] = [(f(*pooled.shape), x, [1] * n, [1] * n, chosen)]
     for n in (1, 2, 3):
         for kind in ("reflection", "replication"):
             pad = [1, 1] * n
@@ -99,7 +110,8 @@ def reductions() -> dict[str, list[Args]]:
     found: dict[str, list[Args]] = {
         name: [(x,)]
         for name in (
-            "sum", "mean", "max", "min", "any", "all", "prod", "argmax", "argmin", "median", "nansum", "norm.Scalar",
+            "sum", "mean", "max", "min", "any", "all", "prod", "argmax", "argmin", "median", "nanmedian", "nansum",
+            "norm.Scalar",
         )
     }  # fmt: skip
     for name in ("sum.dim_IntList", "mean.dim", "amax", "amin", "var.dim", "std.dim", "var_mean.dim", "std_mean.dim"):
@@ -108,7 +120,7 @@ def reductions() -> dict[str, list[Args]]:
     for name in ("var", "std", "var_mean", "std_mean"):
         found[name] = [(x, False), (x, True)]
         found[f"{name}.correction"] = [(x, [1], {"correction": 0}), (x, None, {}), (x, [0, 2], {"keepdim": True})]
-    for name in ("prod.dim_int", "max.dim", "min.dim", "argmax", "argmin", "median.dim", "nanmedian.dim"):
+    for name in ("prod.dim_int", "max.dim", "min.dim", "argmax", "argmin", "median.dim", "nanmedian.dim", "mode"):
         found.setdefault(name, []).extend([(x, 1), (x, -1, True)])
     found["sum.dim_IntList"] += [(i(9, 6, 12), [0]), (x, [])]
     found["any.dim"] = found["all.dim"] = [(b(6, 12), 1), (b(6, 12), 0, True)]
@@ -124,3 +136,29 @@ def reductions() -> dict[str, list[Args]]:
     found["topk"] = [(x, 3), (x, 2, 0)]
     found["histc"] = [(u(6, 12), 4, 0, 1), (u(6, 12), 4)]
     return found
+
+
+def matrices() -> dict[str, list[Args]]:
+    """A batch of small matrices for each op of linear algebra."""
+    a, b, v = f(6, 3, 3), f(6, 3, 2), f(6, 3)
+    good = a @ a.mT + torch.eye(3, dtype=a.dtype)
+    factor, (lu, pivots) = torch.linalg.cholesky(good), torch.linalg.lu_factor(good)
+    names = (
+        "linalg_cholesky_ex", "cholesky", "linalg_inv_ex", "linalg_matrix_exp", "_linalg_eigh", "linalg_eig",
+        "linalg_qr", "linalg_lu_factor_ex", "linalg_lu", "_linalg_det", "_linalg_slogdet",
+    )  # fmt: skip
+    return {
+        **{name: [(good,)] for name in names},
+        "_linalg_svd": [(a,), (a, False, False)],
+        "cholesky_inverse": [(factor,)],
+        "cholesky_solve": [(b, factor)],
+        "_linalg_solve_ex": [(good, b), (good, v)],
+        "linalg_lu_solve": [(lu, pivots, b)],
+        "lu_unpack": [(lu, pivots)],
+        "linalg_solve_triangular": [(factor, b, {"upper": False})],
+        "triangular_solve": [(b, factor, False)],
+        "linalg_householder_product": [(f(6, 3, 2), f(6, 2))],
+        "linalg_pinv.atol_rtol_tensor": [
+            (a, {"atol": torch.tensor(0.0).double(), "rtol": torch.tensor(1e-9).double()})
+        ],
+    }

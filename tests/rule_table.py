@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from rule_families import PLANES, losses, pools, reductions, resampling
+from rule_families import PLANES, losses, matrices, pools, reductions, resampling
 from rule_makers import Args, aten, b, f, i, u
 from torch import Tensor
 
@@ -39,6 +39,7 @@ def table() -> dict[str, list[Args]]:
         **resampling(),
         **pools(),
         "_prelu_kernel_backward": [(f(6, 12), f(6, 12), f(6, 12))],
+        "rrelu_with_noise_backward": [(f(6, 12), f(6, 12), u(6, 12), 0.1, 0.3, True, False)],
         "log_sigmoid_forward": [(x,)],
         "log_sigmoid_backward": [(x, f(6, 12, 4), aten.log_sigmoid_forward(x)[1])],
         "zeros_like": [(x,)],
@@ -135,6 +136,8 @@ def table() -> dict[str, list[Args]]:
         "scatter_add": [(f(6, 12), 1, i(12, 6, 6), f(6, 6)), (f(36, 6), 0, i(36, 6, 6), f(6, 6))],
         "scatter_reduce.two": [(f(6, 12), 1, i(12, 6, 6), f(6, 6), "amax")],
         "index_add": [(x, 1, i(12, 6), f(6, 6, 4))],
+        "index_fill.int_Scalar": [(x, 1, i(12, 6), 2.0)],
+        "index_fill.int_Tensor": [(x, 1, i(12, 6), f())],
         "index_copy": [(x, 1, torch.tensor([3, 7, 11]), f(6, 3, 4))],
         "bucketize.Tensor": [(u(6, 12), torch.tensor([0.2, 0.5]).double())],
         "isin.Tensor_Tensor": [(i(9, 6, 12), i(9, 4))],
@@ -153,6 +156,8 @@ def table() -> dict[str, list[Args]]:
                 (f(6, 12), [i(6, 6, 1), i(12, 1, 12)], f(), True), (i(9, 12), [i(12, 6)], i(9, 6), True),
             ],
         ),
+        "kthvalue": [(x, 2, 1)],
+        "aminmax": [(x, {"dim": 1})],
         # softmax
         "_log_softmax": [(x, 1, False), (x, -1, False)],
         "_softmax": [(x, 1, False), (x, 0, False)],
@@ -215,11 +220,16 @@ def table() -> dict[str, list[Args]]:
         "col2im": [(f(6, 12, 4), [4, 4], [2, 2], [1, 1], [0, 0], [2, 2])],
         "grid_sampler_2d": [(X, f(6, 3, 3, 2), 0, 0, False)],
         "grid_sampler_3d": [(PLANES[3], f(6, 2, 2, 2, 3), 0, 0, False)],
+        "grid_sampler_2d_backward": [(f(6, 12, 3, 3), X, f(6, 3, 3, 2), 0, 0, False, ALL[:2])],
+        "grid_sampler_3d_backward": [(f(6, 12, 2, 2, 2), PLANES[3], f(6, 2, 2, 2, 3), 0, 0, False, ALL[:2])],
+        "channel_shuffle": [(X, 3)],
         "pixel_shuffle": [(X, 2)],
         "pixel_unshuffle": [(X, 2)],
         "_fft_r2c": [(x, [1], 0, True)],
         "_fft_c2c": [(torch.complex(f(6, 12, 4), x), [0, 2], 0, True)],
         "_fft_c2r": [(torch.complex(f(6, 12, 4), x), [2], 0, 6)],
+        # matrices
+        **matrices(),
         # attention
         "_scaled_dot_product_flash_attention_for_cpu": [
             (Q, K, V), (Q, K, V, 0.0, True), (Q, K, V, {"attn_mask": MASK}),

@@ -23,7 +23,7 @@ SAMPLES = all_samples()
 ATEN = [op for op in OP_SPECS if getattr(op, "namespace", "") == "aten" and OP_SPECS[op].known]
 DECOMPOSED = [op for op in ATEN if OP_SPECS[op].decompose is not None]
 # Rules that only say that an op is known: its result is one number.
-NOTHING_TO_CUT = {aten.scalar_tensor.default, aten.prod.default, aten.median.default}
+NOTHING_TO_CUT = {aten.scalar_tensor.default, aten.prod.default, aten.median.default, aten.nanmedian.default}
 ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, operator.getitem}
 
 

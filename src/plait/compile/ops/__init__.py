@@ -18,6 +18,7 @@ from plait.compile.ops import (  # noqa: F401  (each registers its rows)
     experts,
     index,
     index_list,
+    linear_algebra,
     linear_scan,
     loss,
     matmul,

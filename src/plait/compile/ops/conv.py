@@ -27,7 +27,7 @@ from plait.compile.ops.base import (
     register,
     state,
 )
-from plait.compile.ops.dims import aten, first_operand, overloads, put
+from plait.compile.ops.dims import aten, blocks_of, first_operand, overloads, put, sharded_strategy
 from plait.spec.layout import Blocks, divides
 
 BATCH, FILTERS, CHANNELS, GROUPS = "batch", "filters", "channels", "groups"
@@ -190,6 +190,43 @@ register(
     *overloads("grid_sampler_2d", "grid_sampler_3d"),
     spec=OpSpec(factors=_samples, linear=first_operand, by_device=True),
 )
+
+
+def _samples_of_each(call: Call, given: Placements, size: int) -> list[Strategy]:
+    """As `_samples`, for an op of which not every result is asked for."""
+    inputs, outputs = [0] * len(call.inputs), [0] * len(call.outputs)
+    return [sharded_strategy(call, inputs, outputs, b) for b in blocks_of(given, inputs)]
+
+
+register(
+    *overloads("grid_sampler_2d_backward", "grid_sampler_3d_backward"),
+    spec=OpSpec(strategies=_samples_of_each, linear=first_operand, by_device=True),
+)
+
+
+def _shuffled(call: Call) -> list[Factor]:
+    return [Factor((d,), (d,)) for d in range(call.inputs[0].ndim) if d != 1]
+
+
+register(*overloads("channel_shuffle"), spec=OpSpec(factors=_shuffled, linear=first_operand))
+
+
+def _with_random_places(call: Call) -> list[Factor]:
+    """Fractional pooling: samples and channels, for each of which random numbers are given."""
+    x, *others = call.inputs
+    return [
+        Factor((d,) * len(call.inputs), (d,) * len(call.outputs))
+        for d in (0, 1)
+        if all(s.shape[d] == x.shape[d] for s in others)
+    ]
+
+
+for _n in (2, 3):
+    register(*overloads(f"fractional_max_pool{_n}d"), spec=OpSpec(factors=_with_random_places))
+    register(
+        *overloads(f"fractional_max_pool{_n}d_backward"),
+        spec=OpSpec(factors=_with_random_places, linear=first_operand),
+    )
 register(
     *overloads("pixel_shuffle", "pixel_unshuffle"),
     spec=OpSpec(factors=_planes(3), linear=first_operand, by_device=True),

@@ -242,6 +242,17 @@ register(
 )
 
 
+def _fill_factors(call: Call) -> list[Factor]:
+    """(x, dim, index, value): the dims that are not indexed."""
+    x = call.inputs[0]
+    dim = positive(call.args[1], x.ndim)
+    rest = (None,) * (len(call.inputs) - 1)
+    return [Factor((d, *rest), (d,)) for d in range(x.ndim) if d != dim]
+
+
+register(*overloads("index_fill.int_Scalar", "index_fill.int_Tensor"), spec=OpSpec(factors=_fill_factors))
+
+
 def _rows_read(table: Any, dim: int, index: Any) -> RowAccess | None:
     return RowAccess(table, (index,)) if dim == 0 else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from plait.compile.ops.dims import (
     first_operand,
     overloads,
     pointwise_factors,
+    sharded_strategy,
     widened,
 )
 from plait.compile.ops.index import local_index, masked
@@ -65,7 +67,10 @@ def _emit_mean(at: int) -> Any:
         cut = any(isinstance(p, Shard) for p in (*strategy.inputs, *strategy.outputs))
         if call.arg(at, "reduction", MEAN) != MEAN or not cut:
             return out
-        return builder.call(aten.div.Scalar, out, builder.size)
+        if len(call.outputs) == 1:
+            return builder.call(aten.div.Scalar, out, builder.size)
+        loss, *rest = (builder.call(operator.getitem, out, i) for i in range(len(call.outputs)))
+        return (builder.call(aten.div.Scalar, loss, builder.size), *rest)
 
     return emit
 
@@ -86,6 +91,32 @@ for _name, _at in {
     register(
         *overloads(f"{_name}_backward"),
         spec=OpSpec(factors=_loss_backward_factors, emit=_emit_mean(_at + 1), linear=first_operand),
+    )
+
+# ---- margins between classes ----
+
+
+def _margins(x: int, weighted: bool) -> Callable[[Call, Placements, int], list[Strategy]]:
+    """Sharded over samples. `x` is the position of the scores among the tensors; weights of classes come last."""
+
+    def strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
+        tensors = call.inputs
+        if tensors[x].ndim < 2:
+            return []
+        has_weight = weighted and len(tensors) > x + 2
+        rows = [0 if s.ndim and not (has_weight and s is tensors[-1]) else None for s in tensors]
+        outputs = [0 if s is not None and s.ndim else None for s in call.outputs]
+        return [sharded_strategy(call, rows, outputs, b, Partial()) for b in equal_blocks_of(given, rows)]
+
+    return strategies
+
+
+for _name, _at, _weighted in (("multi_margin_loss", 5, True), ("multilabel_margin_loss", 2, False)):
+    _forward = _name if _weighted else f"{_name}_forward"
+    register(*overloads(_forward), spec=OpSpec(strategies=_margins(0, _weighted), emit=_emit_mean(_at)))
+    register(
+        *overloads(f"{_name}_backward"),
+        spec=OpSpec(strategies=_margins(1, _weighted), emit=_emit_mean(_at + 1), linear=first_operand),
     )
 
 # ---- nll_loss, nll_loss2d: (self, target, weight, reduction, ignore_index) -> loss, total weight ----

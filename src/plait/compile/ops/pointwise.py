@@ -145,7 +145,10 @@ state(*overloads("alias", "detach", "lift_fresh", "lift_fresh_copy", "positive")
 state(*overloads("_to_copy", "clone", "contiguous"), copies=0)
 state(*overloads("copy"), copies=1)
 state(*overloads("mish_backward"), fake=aten.mul.Tensor)  # the op's own shape function gives wrong dtypes
-register(*overloads("_prelu_kernel_backward"), spec=OpSpec(factors=pointwise_factors, linear=first_operand))
+register(
+    *overloads("_prelu_kernel_backward", "rrelu_with_noise_backward"),
+    spec=OpSpec(factors=pointwise_factors, linear=first_operand),
+)
 register(
     *overloads("zeros_like", "ones_like", "empty_like", "full_like"),
     spec=OpSpec(factors=pointwise_factors, strategies=_like, reads="shape"),

@@ -162,6 +162,7 @@ register(*overloads("all", "all.dim", "all.dims"), spec=OpSpec(factors=_free, de
 register(
     *overloads("prod", "prod.dim_int", "max.dim", "min.dim", "argmax", "argmin", "median"), spec=OpSpec(factors=_free)
 )
+register(*overloads("kthvalue", "mode", "aminmax", "nanmedian"), spec=OpSpec(factors=_free))
 register(*overloads("median.dim", "nanmedian.dim"), spec=OpSpec(factors=_free, by_device=True))
 for _name, _finish in _FINISH.items():
     register(*overloads(f"{_name}.correction"), spec=OpSpec(factors=_free, decompose=_of_moments(_finish, True)))

@@ -1,0 +1,42 @@
+"""Decompositions, inverses and solutions of matrices: a batch of matrices may be cut, the matrices may not."""
+
+from __future__ import annotations
+
+from plait.compile.ops.base import Call, OpSpec, Placements, Strategy, TensorSpec, register
+from plait.compile.ops.dims import blocks_of, overloads, sharded_strategy
+
+# Ops with an argument that has a vector for each matrix: a right-hand side, pivots, scales of reflections.
+_WITH_VECTORS = frozenset(overloads("_linalg_solve_ex", "linalg_lu_solve", "lu_unpack", "linalg_householder_product"))
+
+
+def _batch_dims(call: Call) -> int | None:
+    """The number of dims before those of the matrices; None if an argument has others than the first."""
+    batch = call.inputs[0].shape[:-2]
+    fewest = len(batch) + (1 if call.op in _WITH_VECTORS else 2)
+    fits = all(s.ndim >= fewest and s.shape[: len(batch)] == batch for s in call.inputs if s.ndim)
+    return len(batch) if fits else None
+
+
+def _matrices(call: Call, given: Placements, size: int) -> list[Strategy]:
+    found = []
+    for d in range(_batch_dims(call) or 0):
+
+        def own(spec: TensorSpec | None, d: int = d) -> int | None:
+            """The dim of a tensor that has the batch; one that was not asked for is empty."""
+            batched = spec is not None and spec.ndim > d and spec.shape[d] == call.inputs[0].shape[d]
+            return d if batched else None
+
+        inputs, outputs = [own(s) for s in call.inputs], [own(s) for s in call.outputs]
+        found += [sharded_strategy(call, inputs, outputs, b) for b in blocks_of(given, inputs)]
+    return found
+
+
+register(
+    *overloads(
+        "linalg_cholesky_ex", "cholesky", "cholesky_inverse", "cholesky_solve", "linalg_inv_ex", "linalg_matrix_exp",
+        "_linalg_solve_ex", "_linalg_svd", "_linalg_eigh", "linalg_eig", "linalg_qr", "linalg_lu_factor_ex",
+        "linalg_lu", "linalg_lu_solve", "lu_unpack", "linalg_solve_triangular", "triangular_solve", "_linalg_det",
+        "_linalg_slogdet", "linalg_householder_product", "linalg_pinv.atol_rtol_tensor",
+    ),
+    spec=OpSpec(strategies=_matrices),
+)  # fmt: skip
