@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plait
-from plait.errors import LossError
+from plait.errors import CaptureError, LossError
 
 PLANS = ("data=2", "tensor=2", "data=2 zero=3", "pipeline=2 micro=2")
 WEIGHT = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
@@ -113,6 +113,30 @@ def test_a_selection_is_a_tensor_to_a_model_that_asks() -> None:
         return torch.stack([v.square().mean() for v in found.values() if isinstance(v, Tensor)]).sum()
 
     assert plait.verify(net(), loss, batch(), "data=2", steps=1).ok
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] / 2
+
+
+@pytest.mark.parametrize(
+    "use", [torch.tensor, torch.as_tensor, torch.zeros, lambda x: Halved.apply(x)], ids=["tensor", "as", "zeros", "own"]
+)
+def test_what_takes_the_memory_of_a_tensor_takes_no_selection(use: Any) -> None:
+    """They ask in C++ whether it is a tensor. An autograd.Function would have left out its backward."""
+
+    def loss(m: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        found = m(b["x"])
+        return use(found[b["k"]]).sum() + found.square().mean()
+
+    with pytest.raises(CaptureError, match="the shape of a result depends on the numbers"):
+        plait.verify(net(), loss, batch(), "data=2", steps=1)
 
 
 def test_the_loss_of_a_batch_without_a_selected_row_is_that_of_pytorch() -> None:

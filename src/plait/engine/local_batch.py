@@ -129,13 +129,13 @@ def microbatches(batch: Any, num: int) -> list[Any]:
 
 
 def _check_lists(batch: Any, rows: int, num: int, of_what: str) -> None:
-    """Raise BatchError for lists with a mapping for each row whose shapes differ among `num` parts of the batch, and for
-    those that could be several inputs as well."""
+    """Raise BatchError for lists with a mapping for each row whose shapes differ among `num` parts of the batch, and
+    for those that could be several inputs as well."""
     if num > 1 and (unclear := unclear_lists(batch)):
         raise BatchError(
-            f"{unclear[0]} of the batch is a list of {rows} mappings, whose tensors have {rows} rows each, and the batch"
-            f" has {rows} rows: {of_what} cannot tell whether it has an entry for each row, or is several inputs; stack"
-            " the entries of rows as tensors, or give several inputs as a mapping"
+            f"{unclear[0]} of the batch is a list of {rows} mappings, whose tensors have {rows} rows each, and the"
+            f" batch has {rows} rows: {of_what} cannot tell whether it has an entry for each row, or is several inputs;"
+            " stack the entries of rows as tensors, or give several inputs as a mapping"
         )
     if num == 1 or not (lists := row_lists(batch)):
         return

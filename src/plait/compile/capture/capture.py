@@ -40,6 +40,7 @@ from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.late_values import LateValues
 from plait.compile.capture.loss_values import RATIO, Loss, read_loss, sum_alone
 from plait.compile.capture.masked_indexing import Selections
+from plait.compile.capture.masked_rows import functions_take_whole_rows
 from plait.compile.capture.module_hooks import BackwardModules, ForwardModules, modules_stay, plain_kernels
 from plait.compile.capture.other_processes import not_communicating
 from plait.compile.capture.outside_tensors import Outside, check_leaves, sparse_gradient
@@ -204,6 +205,7 @@ class _FakeRun:
         self.outside = recorder.outside = Outside(step.reached, self.fakes, recorder, self.mode, self.where, move=move)
         stack.enter_context(plain_kernels())
         stack.enter_context(without_reentrance())
+        stack.enter_context(functions_take_whole_rows())
         stack.enter_context(modules_stay())
         stack.enter_context(self.mode)
         stack.enter_context(recorder)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import operator
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
@@ -14,6 +20,7 @@ from torch.fx.node import map_aggregate
 
 from plait.compile.capture.late_values import LateValues
 
+_TORCH = os.path.dirname(torch.__file__)
 FILL = 0.5  # in rows that do not count: log, sqrt, 1/x, asin and their gradients are finite there
 
 # What a torch function does with selections, by its name without leading or trailing underscores (masked_ops.py).
@@ -119,8 +126,12 @@ class Selected:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """Tensor, so that where a model asks isinstance(x, Tensor) it goes on as with the rows themselves."""
-        return Tensor if type(self) is Selected else type(self)
+        """Tensor where Python asks isinstance(x, Tensor), so that a model goes on as with the rows themselves.
+
+        PyTorch's C++ code asks too, and would take the memory of this object for that of a tensor.
+        """
+        frame = sys._getframe(1)
+        return Tensor if type(self) is Selected and _calls_isinstance(frame.f_code, frame.f_lasti) else type(self)
 
     @property
     def count(self) -> Tensor:
@@ -277,6 +288,40 @@ def dynamic(why: str = "") -> DynamicOutputShapeException:
     error = DynamicOutputShapeException(torch.ops.aten.nonzero.default)
     error.why = why  # type: ignore[attr-defined]
     return error
+
+
+@functools.lru_cache(maxsize=1024)
+def _calls_isinstance(code: CodeType, offset: int) -> bool:
+    """Whether the instruction at an offset calls `isinstance`: what it calls is loaded where the call begins.
+
+    In PyTorch's own code only torch.is_tensor does; other functions there go on to C++.
+    """
+    if code.co_filename.startswith(_TORCH) and code is not torch.is_tensor.__code__:
+        return False
+    found = list(dis.get_instructions(code))
+    call = next((each for each in found if each.offset == offset), None)
+    if call is None or call.positions is None or "CALL" not in call.opname:
+        return False
+    begin = call.positions[::2]
+    names = (each for each in found if each.opname in ("LOAD_GLOBAL", "LOAD_NAME") and each.argval == "isinstance")
+    return any(each.positions is not None and each.positions[::2] == begin for each in names)
+
+
+@contextmanager
+def functions_take_whole_rows() -> Iterator[None]:
+    """Context in which a user's autograd.Function refuses selected rows: its backward would be left out."""
+    plain = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch.") and any(isinstance(each, Selected) for each in args):
+            raise dynamic()
+        return plain.__func__(cls, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = plain  # type: ignore[method-assign]
 
 
 def is_whole(value: Any) -> TypeGuard[Tensor]:
