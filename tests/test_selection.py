@@ -139,6 +139,16 @@ def test_what_takes_the_memory_of_a_tensor_takes_no_selection(use: Any) -> None:
         plait.verify(net(), loss, batch(), "data=2", steps=1)
 
 
+def test_a_selection_is_no_buffer() -> None:
+    def loss(m: nn.Module, b: dict[str, Tensor]) -> Tensor:
+        found = m(b["x"])
+        m.register_buffer("kept", found[b["k"]])
+        return found.square().mean()
+
+    with pytest.raises(CaptureError, match="the buffer kept of rows that a mask selects"):
+        plait.verify(net(), loss, batch(), "data=2", steps=1)
+
+
 def test_the_loss_of_a_batch_without_a_selected_row_is_that_of_pytorch() -> None:
     def loss_fn(m: Any, b: Any) -> Tensor:
         return F.mse_loss(m(b["x"])[b["k"]], b["t"].nan_to_num()[b["k"]], reduction="sum") + 0 * m(b["x"]).sum()

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from plait.compile.capture.capture_errors import source_line, users_frame
 from plait.compile.capture.fake_parameters import FakeParameters, MadeBuffer, fake_like, is_real
 from plait.compile.capture.graph_recorder import GraphRecorder
+from plait.compile.capture.masked_rows import is_whole
 from plait.compile.capture.module_hooks import autograd_nodes
 from plait.compile.capture.reachable import Reached
 from plait.compile.ir.dtypes import not_dense, other_format
@@ -145,6 +146,11 @@ class Outside:
             *self._recorder.constant_nodes
         }
         for each in made:
+            if not is_whole(each.value):
+                raise CaptureError(
+                    f"the step makes the buffer {each.name} of rows that a mask selects: its shape would depend on the"
+                    " numbers in the mask; keep all rows, and the mask"
+                )
             node = self._recorder.nodes.get(id(each.value))
             if node is not None and not steady.issuperset(_roots(node)):
                 raise CaptureError(hands_on(each.name))
