@@ -225,7 +225,7 @@ for _n in (2, 3):
     register(*overloads(f"fractional_max_pool{_n}d"), spec=OpSpec(factors=_with_random_places))
     register(
         *overloads(f"fractional_max_pool{_n}d_backward"),
-        spec=OpSpec(factors=_with_random_places, linear=first_operand),
+        spec=OpSpec(factors=_with_random_places, linear=first_operand, formats=True),
     )
 register(
     *overloads("pixel_shuffle", "pixel_unshuffle"),

@@ -38,5 +38,5 @@ register(
         "linalg_lu", "linalg_lu_solve", "lu_unpack", "linalg_solve_triangular", "triangular_solve", "_linalg_det",
         "_linalg_slogdet", "linalg_householder_product", "linalg_pinv.atol_rtol_tensor",
     ),
-    spec=OpSpec(strategies=_matrices),
+    spec=OpSpec(strategies=_matrices, by_device=True),
 )  # fmt: skip
