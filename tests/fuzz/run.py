@@ -179,7 +179,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=120, help="seconds after which a case counts as hung")
     parser.add_argument("--shrink", type=float, default=60, help="seconds to make each new fault smaller; 0 not to")
     parser.add_argument("--out", default=None, help="the folder for scripts that show the faults")
+    parser.add_argument(
+        "--torch-ops", nargs="*", metavar="NAME", help="instead, the ops of PyTorch's own test database, all or these"
+    )
     options = parser.parse_args(arguments)
+    if options.torch_ops is not None:
+        from fuzz import torch_ops  # takes seconds
+
+        return torch_ops.run(options.torch_ops, options.jobs, options.limit)
     if options.seed is None:
         options.seed = random.SystemRandom().randrange(10**6)
     print(f"seed {options.seed}", flush=True)
