@@ -65,9 +65,12 @@ def _permute(call: Call) -> Sequence[int | None]:
 
 
 def _squeezed(call: Call) -> list[int]:
-    """The dims that a squeeze leaves out."""
+    """The dims that a squeeze leaves out: none for an empty list, which other ops take for all dims."""
     shape = call.inputs[0].shape
-    dims = dims_of(call.args[1], len(shape)) if len(call.args) > 1 else range(len(shape))
+    if len(call.args) == 1:
+        dims: Sequence[int] = range(len(shape))
+    else:
+        dims = dims_of(call.args[1], len(shape)) if call.args[1] != [] else ()
     return [d for d in dims if shape[d] == 1]
 
 
