@@ -124,7 +124,7 @@ def reductions() -> dict[str, list[Args]]:
         found.setdefault(name, []).extend([(x, 1), (x, -1, True)])
     found["sum.dim_IntList"] += [(i(9, 6, 12), [0]), (x, [])]
     found["any.dim"] = found["all.dim"] = [(b(6, 12), 1), (b(6, 12), 0, True)]
-    found["any.dims"] = found["all.dims"] = [(b(6, 12), [1]), (b(6, 12), None)]
+    found["any.dims"] = found["all.dims"] = [(b(6, 12), [1]), (b(6, 12), None), (b(6, 12), [])]
     found["count_nonzero"] = found["count_nonzero.dim_IntList"] = [(i(2, 6, 12), [1])]
     found["count_nonzero"] = [(i(2, 6, 12),)]
     found["linalg_vector_norm"] = [(x, p, [1]) for p in (0, 1, 2, 3.0, float("inf"), float("-inf"))]

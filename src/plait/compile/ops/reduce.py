@@ -27,7 +27,10 @@ def _dim_position(op: Any) -> int | None:
 def _reduced(call: Call) -> tuple[int, ...]:
     """The dims that the call reduces; an op without a dim argument reduces all."""
     position = _dim_position(call.op)
-    return dims_of(None if position is None else call.arg(position, "dim"), call.inputs[0].ndim)
+    dims = None if position is None else call.arg(position, "dim")
+    if dims == [] and call.op in (aten.any.dims, aten.all.dims):
+        return ()  # which is all dims for other reductions
+    return dims_of(dims, call.inputs[0].ndim)
 
 
 def _kept(call: Call) -> dict[int, int]:
@@ -61,11 +64,12 @@ def _mean_strategies(call: Call, given: Placements, size: int) -> list[Strategy]
 
 
 def _any(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-    return torch.amax((x != 0).to(torch.int32), dims_of(dim, x.ndim), keepdim).ne(0)
+    """Whether any is not zero; unlike by a sum, an empty list of dims is no dim."""
+    return x != 0 if dim == [] else torch.amax((x != 0).to(torch.int32), dims_of(dim, x.ndim), keepdim).ne(0)
 
 
 def _all(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-    return torch.amin((x != 0).to(torch.int32), dims_of(dim, x.ndim), keepdim).ne(0)
+    return x != 0 if dim == [] else torch.amin((x != 0).to(torch.int32), dims_of(dim, x.ndim), keepdim).ne(0)
 
 
 def _moments(x: Tensor, dim: Any, correction: float, keepdim: bool) -> tuple[Tensor, Tensor]:
