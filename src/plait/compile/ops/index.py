@@ -240,6 +240,7 @@ register(
     *overloads("index_add", "index_copy"),
     spec=OpSpec(factors=_index_add_factors, strategies=_scatter_along, linear=_written),
 )
+register(*overloads("index_reduce"), spec=OpSpec(factors=_index_add_factors))
 
 
 def _fill_factors(call: Call) -> list[Factor]:

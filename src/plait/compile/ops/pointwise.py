@@ -99,6 +99,7 @@ _LINEAR: dict[Any, Any] = {
     **dict.fromkeys(
         overloads(
             "neg", "positive", "clone", "alias", "detach", "lift_fresh_copy", "deg2rad", "rad2deg", "conj_physical",
+            "_conj_physical",
             "threshold_backward", "gelu_backward", "silu_backward", "sigmoid_backward", "tanh_backward",
             "elu_backward", "hardswish_backward", "hardsigmoid_backward", "hardtanh_backward", "mish_backward",
             "leaky_relu_backward", "softplus_backward", "softshrink_backward", "hardshrink_backward",
@@ -118,7 +119,7 @@ _EXTRAS = overloads(
     "floor_divide", "floor_divide.Scalar", "elu_backward", "hardswish", "hardswish_backward", "hardsigmoid_backward",
     "hardtanh_backward", "leaky_relu_backward", "softplus_backward", "mish_backward", "softshrink_backward",
     "hardshrink_backward", "_prelu_kernel", "rsub.Tensor", "where.ScalarOther", "where.ScalarSelf", "where.Scalar",
-    "complex", "polar",
+    "complex", "polar", "_conj_physical",
 )  # fmt: skip
 
 

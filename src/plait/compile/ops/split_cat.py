@@ -281,3 +281,26 @@ def _select_scatter_factors(call: Call) -> list[Factor]:
 
 register(*overloads("slice_scatter"), spec=OpSpec(factors=_slice_scatter_factors, linear=all_operands))
 register(*overloads("select_scatter"), spec=OpSpec(factors=_select_scatter_factors, linear=all_operands))
+
+
+def _off_diagonal(ndim: int, args: Sequence[Any], kwargs: dict[str, Any], first: int, default: int) -> list[int]:
+    """The dims that a diagonal does not run through."""
+    given = (args[first + n] if len(args) > first + n else kwargs.get(f"dim{n + 1}", default + n) for n in range(2))
+    gone = {positive(d, ndim) for d in given}
+    return [d for d in range(ndim) if d not in gone]
+
+
+def _diag_embed_factors(call: Call) -> list[Factor]:
+    """(x, offset, dim1, dim2): x's last dim becomes the diagonal of two new dims."""
+    kept = _off_diagonal(call.inputs[0].ndim + 1, call.args, call.kwargs, 2, -2)
+    return [Factor((place,), (d,)) for place, d in enumerate(kept)]
+
+
+def _diagonal_scatter_factors(call: Call) -> list[Factor]:
+    """(x, src, offset, dim1, dim2): src replaces a diagonal of x, which is its last dim."""
+    kept = _off_diagonal(call.inputs[0].ndim, call.args, call.kwargs, 3, 0)
+    return [Factor((d, place), (d,)) for place, d in enumerate(kept)]
+
+
+register(*overloads("diag_embed"), spec=OpSpec(factors=_diag_embed_factors, linear=first_operand))
+register(*overloads("diagonal_scatter"), spec=OpSpec(factors=_diagonal_scatter_factors, linear=all_operands))

@@ -139,6 +139,10 @@ def _rolled(call: Call) -> Sequence[int]:
     return dims_of(call.arg(2, "dims"), call.inputs[0].ndim)
 
 
+def _turned(call: Call) -> Sequence[int]:
+    return dims_of(call.arg(2, "dims", [0, 1]), call.inputs[0].ndim)
+
+
 def _triangle(call: Call) -> Sequence[int]:
     ndim = call.inputs[0].ndim
     return (ndim - 2, ndim - 1)
@@ -199,6 +203,7 @@ register(
 register(*overloads("view_as_real"), spec=OpSpec(factors=_existing(_to_real).factors))
 state(*overloads("view_as_complex", "view_as_real"), view=View.PART)  # the dtype differs
 register(*overloads("roll"), spec=_keeping(_rolled))
+register(*overloads("rot90"), spec=_keeping(_turned))
 register(*overloads("tril", "triu"), spec=_keeping(_triangle))
 
 
