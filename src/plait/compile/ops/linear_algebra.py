@@ -72,7 +72,8 @@ def _vdot(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _dist(x: Tensor, y: Tensor, p: float = 2) -> Tensor:
-    return torch.linalg.vector_norm(x - y, p)
+    norm: Tensor = torch.linalg.vector_norm(x - y, p)
+    return norm
 
 
 def _scaled(x: Tensor, by: float) -> Tensor:
