@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import plait
 from bench import context
 from plait.api.memory import Estimator
+from plait.backends.eager import ring_attention
 from plait.comm.protocol import World
 from plait.engine.compiler import Captures, Compiler
 from plait.errors import BatchError, PlanError
@@ -124,6 +125,25 @@ def explained(plan: str, captures: Captures | None = None, batch: Tensor | None 
 def test_numbers_are_those_of_one_device(plan: str, causal: plait.Verifier) -> None:
     report = causal.verify(plan, tolerance=1e-9)
     assert report.ok, report
+
+
+def test_causal_parts_of_a_ring_in_smaller_products(causal: plait.Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU's kernel computes what a mask hides; tests have too few positions for it to matter."""
+    monkeypatch.setattr(ring_attention, "_FEWEST_KEYS", 2)
+    blocks = [*ring_attention._triangle(1, 0, 5, 2)]
+    assert [(b.causal, b.queries.start, b.queries.stop, b.keys.start, b.keys.stop) for b in blocks] == [
+        (True, 1, 3, 0, 2), (True, 3, 6, 2, 5), (False, 3, 6, 0, 2),
+    ]  # fmt: skip
+    report = causal.verify("context=2 context.kind=ring", tolerance=1e-9)
+    assert report.ok, report
+
+
+def test_a_ring_hides_no_nan() -> None:
+    out, sums = torch.zeros(1, 1, 3, 2), torch.full((1, 1, 3), -math.inf)
+    logs = torch.tensor([[[0.0, -math.inf, math.nan]]])
+    ring_attention._add(out, sums, torch.tensor([1.0, 0.0, math.nan])[None, None, :, None].expand_as(out), logs)
+    assert torch.equal(out.isnan().any(-1), torch.tensor([[[False, False, True]]])) and out[0, 0, 0, 0] == 1
+    assert sums[0, 0, :2].tolist() == [0.0, -math.inf] and sums[0, 0, 2].isnan()
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,32 @@ aten = torch.ops.aten
 _KEYS, _VALUES, _KEY_GRADIENTS, _VALUE_GRADIENTS = range(4)  # tags of messages
 
 
+# A CPU's kernel computes the scores of 512 keys at a time, hidden or not; fewer than these are little work.
+_FEWEST_KEYS = 128
+_ALL = slice(None)
+
+
 @dataclass(frozen=True)
 class _Block:
-    """Which queries see which keys of one part: those from `skip` on see all before the last `skip`, or, if `causal`,
-    those that are not behind them. `mask` are the scores that are added."""
+    """Some queries, and some keys of one part, that are computed together: each query sees all of these keys or, if
+    `causal`, those that are not behind it. `mask` are the scores that are added."""
 
     causal: bool
-    skip: int = 0
+    queries: slice
+    keys: slice
     mask: Tensor | None = None
+
+
+def _triangle(query: int, key: int, num: int, fewest: int) -> Iterator[_Block]:
+    """Blocks in which each of `num` queries, the first of which is `query`, sees the keys from `key` to its own one.
+    While half of them are `fewest` or more: the two halves by themselves, and the second's view of the first."""
+    if num < 2 * fewest:
+        yield _Block(True, slice(query, query + num), slice(key, key + num))
+        return
+    half = num // 2
+    yield from _triangle(query, key, half, fewest)
+    yield from _triangle(query + half, key + half, num - half, fewest)
+    yield _Block(False, slice(query + half, query + num), slice(key, key + half))
 
 
 class _Parts:
@@ -43,23 +61,25 @@ class _Parts:
         self.query, self.mask = query, mask
         self.num_queries, self.num_keys = query.shape[2], key.shape[2]
 
-    def block(self, source: int) -> _Block | None:
-        """The part of the keys that belongs to rank `source`; None if no query sees any of it."""
+    def blocks_of(self, source: int) -> list[_Block]:
+        """What is computed of the part of the keys that belongs to rank `source`."""
         if self.mask is not None:
             mask = take(self.mask, source, self.size, self.mask.ndim - 1, self.blocks)
-            return _Block(False, mask=mask if self.mask.shape[-1] > 1 else self.mask)
+            return [_Block(False, _ALL, _ALL, mask if self.mask.shape[-1] > 1 else self.mask)]
         if not self.causal:
-            return _Block(False)
+            return [_Block(False, _ALL, _ALL)]
         if self.num_queries == self.num_keys:
+            fewest = _FEWEST_KEYS if self.query.device.type == "cpu" else self.num_keys
             if source == self.rank:
-                return _Block(True)
+                return [*_triangle(0, 0, self.num_keys, fewest)]
             if self.blocks == 1:  # all positions of a rank before all of the next
-                return _Block(False) if source < self.rank else None
-            if self.blocks == self.num_keys:  # every n-th position
-                return _Block(True, skip=int(source > self.rank))
+                return [_Block(False, _ALL, _ALL)] if source < self.rank else []
+            if self.blocks == self.num_keys:  # every n-th position: those of a rank behind this one count from the next
+                late = int(source > self.rank)
+                return [*_triangle(late, 0, self.num_keys - late, fewest)]
         hidden = self._positions(source, self.num_keys) > self._positions(self.rank, self.num_queries)[:, None]
         mask = torch.zeros_like(hidden, dtype=self.query.dtype).masked_fill_(hidden, float("-inf"))
-        return _Block(False, mask=mask)
+        return [_Block(False, _ALL, _ALL, mask)]
 
     def _positions(self, rank: int, num: int) -> Tensor:
         """Which of all positions are the `num` of a rank."""
@@ -90,12 +110,10 @@ def ring_attention(
     out = torch.zeros(shape, dtype=wide, device=query.device).transpose(1, 2)
     sums = torch.full(query.shape[:3], float("-inf"), dtype=wide, device=query.device)
     for source, (k, v) in _travel(comm, [key, value], (_KEYS, _VALUES)):
-        block = parts.block(source)
-        if block is not None:
-            n = block.skip
-            k, v = k[:, :, : k.shape[2] - n], v[:, :, : v.shape[2] - n]
-            more, logs = _attend(query[:, :, n:], k, v, block, parts.scale)
-            _add(out[:, :, n:], sums[:, :, n:], more, _without_hidden(logs, block.mask))
+        for block in parts.blocks_of(source):
+            seen = block.queries
+            more, logs = _attend(query[:, :, seen], k[:, :, block.keys], v[:, :, block.keys], block, parts.scale)
+            _add(out[:, :, seen], sums[:, :, seen], *_without_hidden(more.to(wide), logs.to(wide), block.mask))
             del more, logs  # what is not read again must not take memory while the next part travels
         del k, v
     return out.to(query.dtype), sums.masked_fill_(sums.isinf(), 0.0)  # as kernels say of queries that see no key
@@ -126,18 +144,19 @@ def ring_attention_backward(
     tags = (_KEY_GRADIENTS, _VALUE_GRADIENTS)
     for source, (k, v) in _travel(comm, [key, value], (_KEYS, _VALUES)):
         shares = [torch.zeros(each.shape, dtype=wide, device=each.device) for each in (k, v)]
-        block = parts.block(source)
-        if block is not None:
-            n = block.skip
+        for block in parts.blocks_of(source):
+            seen = block.queries
             found = _attend_backward(
-                grad[:, :, n:],
-                query[:, :, n:],
-                out[:, :, n:],
-                sums[:, :, n:],
-                *(k[:, :, : k.shape[2] - n], v[:, :, : v.shape[2] - n]),
-                *(block, parts.scale),
+                grad[:, :, seen],
+                query[:, :, seen],
+                out[:, :, seen],
+                sums[:, :, seen],
+                k[:, :, block.keys],
+                v[:, :, block.keys],
+                block,
+                parts.scale,
             )
-            _add_gradients(of_query[:, :, n:], [share[:, :, : share.shape[2] - n] for share in shares], found)
+            _add_gradients(of_query[:, :, seen], [share[:, :, block.keys] for share in shares], found)
             del found
         del k, v
         if source == comm.rank:
@@ -186,19 +205,18 @@ def _travel(comm: Comm, tensors: list[Tensor], tags: tuple[int, ...]) -> Iterato
 
 
 def _add(out: Tensor, sums: Tensor, more: Tensor, logs: Tensor) -> None:
-    """Add the attention to another part of the keys. Changes `out` and `sums`."""
-    total = torch.logaddexp(sums, logs.to(sums.dtype))
-    seen = total.isfinite()  # a query may have seen no key yet
-    old, new = (torch.where(seen, torch.exp(each - total), 0.0)[..., None] for each in (sums, logs.to(sums.dtype)))
-    out.mul_(old).add_(torch.where(new > 0, more.to(out.dtype) * new, 0.0))
-    sums.copy_(total)
+    """Add the attention to more keys. Changes `out` and `sums`."""
+    share = torch.sigmoid(logs - sums).masked_fill_(logs.isneginf(), 0.0)  # also where no key has been seen yet
+    out.lerp_(more, share[..., None])
+    sums.copy_(torch.logaddexp(sums, logs))
 
 
-def _without_hidden(logs: Tensor, mask: Tensor | None) -> Tensor:
-    """The log-sum-exp, -inf for queries that see no key of the part: of these kernels say 0."""
+def _without_hidden(out: Tensor, logs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp, 0 and -inf for queries that see no key of the part: of these kernels say 0."""
     if mask is None:
-        return logs
-    return logs.masked_fill(mask.isneginf().all(-1).expand(logs.shape), float("-inf"))
+        return out, logs
+    hidden = mask.isneginf().all(-1).expand(logs.shape)
+    return out.masked_fill(hidden[..., None], 0.0), logs.masked_fill(hidden, float("-inf"))
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, block: _Block, scale: float | None) -> tuple[Tensor, Tensor]:
