@@ -81,14 +81,19 @@ def _argmin(x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     return jnp.argmin(x, dim, keepdims=keepdim)
 
 
+def _dims_or_none(dim: Any) -> Any:
+    """For `any` and `all`, of which an empty list is no dim."""
+    return () if dim == [] else _dims(dim)
+
+
 @lowers(aten.any.default, aten.any.dim, aten.any.dims)
 def _any(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    return jnp.any(x, _dims(dim), keepdims=keepdim)
+    return jnp.any(x, _dims_or_none(dim), keepdims=keepdim)
 
 
 @lowers(aten.all.default, aten.all.dim, aten.all.dims)
 def _all(x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    return jnp.all(x, _dims(dim), keepdims=keepdim)
+    return jnp.all(x, _dims_or_none(dim), keepdims=keepdim)
 
 
 @lowers(aten.logsumexp.default)
