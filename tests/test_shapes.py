@@ -406,3 +406,16 @@ def test_differences_of_batches_in_words() -> None:
     assert difference_of_leaves(one, {"x": ("int64", (4,)), "m": ("bool", (4, 8))}) == "x has shape [4] after [4, 8]"
     assert difference_of_leaves(one, {"x": ("int64", (4, 8))}) == "the batch has no m, which the one before had"
     assert difference_of_leaves({}, {"x": ("int64", (4,))}) == "the batch has x, which the one before had not"
+
+
+def test_padding_is_tried_with_more_than_one_position() -> None:
+    """Of which places as shares of the length say nothing: the first is 0 of any length."""
+
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        places = torch.linspace(0, 1, batch["x"].shape[1], dtype=torch.float64)[:, None]
+        each = (model(batch["x"]) * (1 + places)).square().mean(-1) * batch["mask"]
+        return plait.Weighted(each.sum(), batch["mask"].sum())
+
+    batch = {"x": torch.rand(4, 5, 8, dtype=torch.float64), "mask": torch.ones(4, 5)}
+    with pytest.raises(PlanError, match="shapes=bucket:8 changes the step"):
+        plait.verify(nn.Linear(8, 8).double(), loss_fn, batch, "data=2 shapes=bucket:8")

@@ -281,9 +281,10 @@ class _Search:
         raise PlanError(padding_unchecked(self._multiple, error)) from (None if isinstance(error, str) else error)
 
     def _shortened(self, batch: Any) -> Any:
-        """The first positions of each sequence, so few that nearly a multiple of them is padding."""
+        """The first positions of each sequence, so few that nearly a multiple of them is padding. Two at least: what
+        normalises over one position says nothing of padding."""
         longest = max(batch_leaves(batch)[name].shape[dim] for name, dim in self._dims.items())
-        less = longest - 1 - self._multiple * (longest > self._multiple)
+        less = longest - 1 - self._multiple if longest > self._multiple else max(0, longest - 2)
 
         def shorter(name: str, leaf: Any) -> Any:
             dim, of = self._dims.get(name), self._rules.offsets.get(name)
