@@ -27,10 +27,9 @@ from bench import variants
 from bench.harness import Group, Variant, arguments, publish
 from bench.workloads import GLOBAL_BATCH, WORKLOADS, loss_fn, optimizer
 from plait.integrations.ray_servers.coordinator import CoordinatorActor
-from plait.integrations.ray_servers.make_job import make_job
 from plait.integrations.ray_servers.ray_cluster import load_ray, started_here
 from plait.integrations.ray_servers.server import ServerActor
-from plait.integrations.ray_servers.server_job import Job
+from plait.integrations.ray_servers.server_job import Job, make_job
 from plait.integrations.ray_servers.worker import Worker
 from plait.plan.plan import Plan
 

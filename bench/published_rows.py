@@ -31,8 +31,7 @@ from plait.cost.transformer_step import StepEstimate, estimate_step
 from plait.plan.parallelism import ALTERNATE, FULL, NONE, SELECTIVE, Parallelism
 from plait.plan.sharding_plan import ZERO_STAGES
 from plait.schedule.families import make_schedule
-from plait.schedule.zero_bubble_rules import StageSeconds, alternating
-from plait.schedule.zero_bubble_search import search_zero_bubble
+from plait.schedule.zero_bubble_rules import StageSeconds, alternating, search_zero_bubble
 from plait.spec.cluster import Cluster, EfficiencyCurve
 from plait.spec.cluster_file import find_cluster
 

@@ -26,9 +26,9 @@ from torch.utils.data import Dataset
 
 from bench.harness import publish
 from plait.integrations.ray_servers.full_model import FullModel
-from plait.integrations.ray_servers.make_job import make_job
 from plait.integrations.ray_servers.messages import Progress
 from plait.integrations.ray_servers.ray_cluster import load_ray, started_here
+from plait.integrations.ray_servers.server_job import make_job
 from plait.integrations.ray_servers.supervisor import RunSupervisor
 from plait.plan.plan import Plan
 

@@ -27,9 +27,9 @@ from bench.harness import publish
 from bench.staleness import batch, symbols
 from bench.workloads import GLOBAL_BATCH, WORKLOADS, loss_fn
 from plait.api.job.metrics import METRICS, MetricsLog, read_steps
-from plait.integrations.ray_servers.make_job import make_job
 from plait.integrations.ray_servers.messages import Progress
 from plait.integrations.ray_servers.ray_cluster import load_ray, started_here
+from plait.integrations.ray_servers.server_job import make_job
 from plait.integrations.ray_servers.supervisor import RunSupervisor
 from plait.plan.plan import Plan
 

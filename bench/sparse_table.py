@@ -19,9 +19,8 @@ from torch import nn
 
 from bench.harness import arguments, publish
 from plait.integrations.ray_servers.ray_cluster import load_ray, started_here
-from plait.integrations.ray_servers.tables.row_index import by_server
 from plait.integrations.ray_servers.tables.sparse_table import unique_ids
-from plait.integrations.ray_servers.tables.table_shard import TableShard, TableSpec
+from plait.integrations.ray_servers.tables.table_shard import TableShard, TableSpec, by_server
 
 NUM_ROWS, DIM, BATCH, FIELDS, NUM_SERVERS = 10_000_000, 64, 4096, 26, 2
 NUM_STEPS, NUM_ROUNDS = 10, 5

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import plait
-from plait.integrations.ray_servers.make_job import make_job
-from plait.integrations.ray_servers.server_job import Job
+from plait.integrations.ray_servers.server_job import Job, make_job
 from plait.integrations.ray_servers.tables.sparse_table import SparseTable
 from plait.plan.plan import Plan
 

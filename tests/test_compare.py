@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from metrics_file import read_metrics
 
-from plait.api.job.compare_runs import compare_runs
 from plait.api.job.metrics import MetricsLog
+from plait.api.job.report_command import compare_runs
 from plait.cost.efficiency import Curve, compare_curves, smoothed
 from plait.errors import DataError
 from plait.report.comparison import names_in_figures

@@ -8,8 +8,7 @@ import pytest
 import torch
 from metrics_file import read_metrics
 
-from plait.api.job.byte_text import ByteText, python_text, read_text, split_text
-from plait.api.job.gpt import BytesGPT, bytes_gpt, loss_fn, sample_text
+from plait.api.job.gpt import BytesGPT, ByteText, bytes_gpt, loss_fn, python_text, read_text, sample_text, split_text
 from plait.api.job.metrics import MetricsLog
 from plait.errors import DataError
 

@@ -13,8 +13,8 @@ import plait
 from plait.compile.capture.capture import capture
 from plait.compile.ops import OP_SPECS, dropped_attention
 from plait.compile.ops.draw import fill
+from plait.compile.ops.dropped_attention import NUM_SEEDS
 from plait.compile.ops.random import GlobalRandom
-from plait.compile.ops.sdpa_with_dropout import NUM_SEEDS
 from plait.errors import CaptureError
 
 FORWARD, BACKWARD = torch.ops.plait.dropped_attention.default, torch.ops.plait.dropped_attention_backward.default

@@ -23,7 +23,7 @@ from plait.compile.ir.node_info import set_info
 from plait.compile.ops import OP_SPECS
 from plait.compile.ops.experts import grouped_addmm, with_bias
 from plait.compile.passes.find_experts import expert_weights, find_experts
-from plait.compile.passes.row_numbers import access_of
+from plait.compile.passes.sorted_rows import access_of
 from plait.compile.step_collectives import step_collectives
 from plait.engine.compiler import Compiler
 from plait.errors import CaptureError

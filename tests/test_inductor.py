@@ -21,14 +21,14 @@ from torch.nn import functional as F
 import plait
 from plait.api.job.metrics import compile_progress
 from plait.backends.eager.rewrites.bucket_gradients import bucket_start
-from plait.backends.inductor import inductor_passes, region_compiler, toolchain
-from plait.backends.inductor.inductor_passes import functions_of, make_with_regions
+from plait.backends.inductor import inductor_backend, region_compiler, toolchain
+from plait.backends.inductor.inductor_backend import functions_of, make_with_regions
 from plait.backends.inductor.region_compiler import CompileReport, compile_regions
 from plait.backends.inductor.region_graph import RegionFunction, graph_of_region, text_of, with_regions
 from plait.backends.inductor.regions import FusedRegion, free_views, regions_of
+from plait.compile.ir.calls import is_view
 from plait.compile.ir.estimate import flops_of
 from plait.compile.ir.node_info import NodeInfo, describe, info_of
-from plait.compile.ir.views import is_view
 from plait.compile.rank_program import RankProgram
 from plait.engine.compiler import Captures, Compiler
 from plait.errors import PlanError
@@ -89,7 +89,7 @@ def verifier() -> plait.Verifier:
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inductor_passes, "compile_regions", lambda functions, plan: CompileReport(0, 0, 0, 0.0))
+    monkeypatch.setattr(inductor_backend, "compile_regions", lambda functions, plan: CompileReport(0, 0, 0, 0.0))
 
 
 @pytest.mark.parametrize("case", strategies.CASES)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import plait
 from plait.api import verify as verifying
-from plait.backends.inductor import inductor_passes
+from plait.backends.inductor import inductor_backend
 from plait.backends.inductor.region_compiler import CompileReport
 from plait.comm.thread_world import run_ranks
 from plait.engine.compiler import Compiler
@@ -395,7 +395,7 @@ def test_a_plan_is_verified_or_refused(choice: Choice, grid: Grid, monkeypatch: 
         return run_ranks(*args, **kwargs)
 
     monkeypatch.setattr(verifying, "run_ranks", run)
-    monkeypatch.setattr(inductor_passes, "compile_regions", lambda functions, plan: CompileReport(0, 0, 0, 0.0))
+    monkeypatch.setattr(inductor_backend, "compile_regions", lambda functions, plan: CompileReport(0, 0, 0, 0.0))
     found, of_schedule = attempted(lambda: said_before(verifier, plan))
     if isinstance(of_schedule, PlanError):  # which the plan's text alone does not say
         found = (of_schedule.refusal,)

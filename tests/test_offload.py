@@ -20,7 +20,7 @@ from plait.api.job.gpt import loss_fn
 from plait.api.trainer import Trainer
 from plait.backends.eager.offload.disk import DiskFile
 from plait.backends.eager.passes import eager_graphs
-from plait.backends.eager.rewrites import offload_ops
+from plait.backends.eager.rewrites import offload_rewrites
 from plait.backends.eager.rewrites.bucket_gradients import bucket_wait
 from plait.comm.device import page_memory
 from plait.comm.thread_world import alone, run_ranks
@@ -246,7 +246,7 @@ def test_evaluates_from_disk() -> None:
 def test_the_host_is_the_device_on_cpu() -> None:
     plan = plait.Plan.parse("home.parameters=host home.optimizer=host home.activations=host")
     graph = eager_graphs(Compiler(captures(), plan).compiled(gpt_batch()).program)["alone"]
-    assert [node for node in graph.nodes if node.name == offload_ops.OFFLOAD] == []
+    assert [node for node in graph.nodes if node.name == offload_rewrites.OFFLOAD] == []
     assert_same(in_memory(), trained(str(plan)))
 
 
@@ -254,12 +254,12 @@ def test_at_most_two_buckets_are_here_and_gradients_leave_while_backward_runs() 
     plan = plait.Plan.parse("data=2 bucket=32KiB home.parameters=disk home.activations=disk")
     program = Compiler(Captures(gpt(), loss_fn), plan).compiled(gpt_batch()).program
     nodes = list(eager_graphs(program)["alone"].nodes)
-    for op in (offload_ops.fetch_start, offload_ops.unstash_start):
+    for op in (offload_rewrites.fetch_start, offload_rewrites.unstash_start):
         starts = [i for i, node in enumerate(nodes) if node.target is op]
         waits = [nodes.index(next(iter(nodes[i].users))) for i in starts]
         assert len(starts) > 8 and waits == sorted(waits)
         assert all(start > wait for start, wait in zip(starts[2:], waits, strict=False))
-    leaving = [i for i, node in enumerate(nodes) if node.target is offload_ops.leave]
+    leaving = [i for i, node in enumerate(nodes) if node.target is offload_rewrites.leave]
     products = [i for i, node in enumerate(nodes) if node.target is torch.ops.aten.mm.default]
     assert sum(i < products[-1] for i in leaving) > len(leaving) / 2
     assert not any(isinstance(r, Node) and r.target is bucket_wait for r in nodes[-1].args[0])

@@ -25,7 +25,7 @@ from zoo import ZOO
 import plait
 from plait.api.job.gpt import BytesGPT
 from plait.api.trainer import Trainer
-from plait.backends.eager.cell_runner import CellRunner
+from plait.backends.eager.pipeline_program import CellRunner
 from plait.comm.protocol import World
 from plait.comm.thread_world import run_ranks
 from plait.compile.rank_program import RankProgram

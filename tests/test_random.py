@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from plait.compile.capture.capture import capture
-from plait.compile.ops import philox_kernel
+from plait.compile.ops import philox
 from plait.compile.ops import random as rule
 from plait.compile.ops.base import OP_SPECS, Call, Shard, Strategy, TensorSpec, strategies_of
 from plait.compile.ops.comm_ops import take
@@ -156,7 +156,7 @@ def test_the_host_does_not_wait_for_attention_with_dropout(cuts):
 
 
 @pytest.mark.skipif(
-    not philox_kernel.AVAILABLE or not (torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ),
+    not philox.AVAILABLE or not (torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ),
     reason="there is no Triton, or neither a GPU nor Triton's interpreter",
 )
 def test_one_kernel_computes_the_same_words(monkeypatch):
@@ -164,7 +164,7 @@ def test_one_kernel_computes_the_same_words(monkeypatch):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     groups = Groups(torch.tensor([0, 5, 7, (1 << 33) + 1], device=device), torch.arange(3, 600, device=device), 1000)
     for seed in (5, 2**64 - 3, torch.tensor(12345678901234567, device=device), torch.tensor(-5, device=device)):
-        called, kernel = CalledWords(groups, seed, 9), philox_kernel.KernelWords(groups, seed, 9)
+        called, kernel = CalledWords(groups, seed, 9), philox.KernelWords(groups, seed, 9)
         for salt in (0, 1):
             assert all(map(torch.equal, called.four(salt), kernel.four(salt)))
         for dtype in (torch.bool, torch.float32, torch.bfloat16, torch.int64):

@@ -19,9 +19,8 @@ from plait.backends.eager import passes
 from plait.backends.eager.collectives import function_of
 from plait.backends.eager.passes import EAGER_PASSES, make_eager
 from plait.comm.protocol import World
-from plait.compile.ir.calls import copy_graph, op_spec_of, output_node, output_values, placeholders
+from plait.compile.ir.calls import copy_graph, op_spec_of, output_node, output_values, placeholders, writes_in_place
 from plait.compile.ir.node_info import info_of
-from plait.compile.ir.views import writes_in_place
 from plait.compile.ops import comm_ops
 from plait.compile.ops.comm_ops import CommOp
 from plait.compile.passes.zero import gives_part, is_sum

@@ -18,9 +18,8 @@ import plait
 from plait.api.job.gpt import loss_fn
 from plait.backends.eager.collectives import all_reduce, all_reduce_start
 from plait.backends.eager.passes import eager_graphs
-from plait.compile.ir.calls import num_bytes
+from plait.compile.ir.calls import is_view, num_bytes
 from plait.compile.ir.node_info import info_of, is_backward, is_forward
-from plait.compile.ir.views import is_view
 from plait.engine.compiler import Captures, Compiler
 from plait.errors import PlanError
 from plait.plan.plan import Plan

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from plait.engine.checkpoint import saved_state
-from plait.engine.checkpoint.saver import Saver
+from plait.engine.checkpoint.write import Saver
 from plait.errors import CheckpointError
 from plait.integrations.ray_servers.full_model import FullModel
 from plait.integrations.ray_servers.server import Server, Standing

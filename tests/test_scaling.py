@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import plait
 from plait.api.trainer import Trainer
 from plait.comm.protocol import World
-from plait.engine import loss_scale
+from plait.engine import train_state
 from plait.engine.compiler import Captures, Compiler
 from plait.plan.plan import Plan
 
@@ -78,7 +78,7 @@ def test_an_overflow_skips_the_step_on_every_rank_and_halves_the_scale(plan: str
 
 
 def test_the_scale_grows_after_enough_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_scale, "_INTERVAL", 3)
+    monkeypatch.setattr(train_state, "_INTERVAL", 3)
 
     def run(trainer: Trainer) -> list[float]:
         assert trainer.state.loss_scale is not None

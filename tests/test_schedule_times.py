@@ -8,8 +8,7 @@ import pytest
 
 from plait.cost.costs import Costs
 from plait.cost.parallel_forms import schedule_wait
-from plait.cost.schedule_times import schedule_times
-from plait.cost.simulate import simulate
+from plait.cost.simulate import schedule_times, simulate
 from plait.errors import PlanError
 from plait.schedule.families import make_schedule
 

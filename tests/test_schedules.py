@@ -17,8 +17,7 @@ from plait.schedule.families import FAMILIES, make_replicated, make_schedule
 from plait.schedule.readiness import chain, needs, shared
 from plait.schedule.schedule_grid import draw_grid
 from plait.schedule.transfers import add_transfers, add_updates
-from plait.spec.action import Action
-from plait.spec.schedule import Schedule
+from plait.spec.schedule import Action, Schedule
 
 GOLDEN = Path(__file__).parent / "golden" / "schedules"
 SIZES = {name: (4, 8, None) for name in FAMILIES} | {"naive": (4, 2, None), "zb-v": (3, 6, None)}

@@ -24,7 +24,7 @@ from transformers import (
 import plait
 from plait.api.trainer import Trainer
 from plait.comm.protocol import World
-from plait.engine.capture_report import difference_of_leaves
+from plait.engine.compiler import difference_of_leaves
 from plait.engine.local_batch import LocalBatch
 from plait.engine.padding_rules import PaddingRules, find_rules
 from plait.errors import BatchError, PlanError

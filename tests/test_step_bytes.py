@@ -15,7 +15,7 @@ import plait
 from plait.api.job.gpt import loss_fn
 from plait.backends.eager.passes import eager_graphs
 from plait.backends.eager.rewrites.bucket_gradients import bucket_start, rows_start
-from plait.backends.eager.rewrites.gather_ahead import gather_start, gather_wait
+from plait.backends.eager.rewrites.read_ahead import gather_start, gather_wait
 from plait.comm.protocol import World
 from plait.compile.ir.node_info import info_of
 from plait.engine.compiler import Captures, Compiler

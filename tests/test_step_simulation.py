@@ -27,14 +27,13 @@ from plait.errors import ConfigError, PlanError
 from plait.plan.plan import Plan
 from plait.report.step_prediction import StepPrediction
 from plait.schedule.families import make_schedule
-from plait.schedule.readiness import chain
+from plait.schedule.readiness import chain, start_times, topological_order
 from plait.schedule.shared_cores import shared_times
-from plait.schedule.topological_order import start_times, topological_order
 from plait.schedule.transfers import add_transfers
-from plait.spec.action import SEND
 from plait.spec.cluster import CallTime, Cluster, DeviceSpec, HostSpec, LinkSpec
 from plait.spec.cluster_file import find_cluster, parse_cluster
 from plait.spec.mesh import Mesh
+from plait.spec.schedule import SEND
 
 pytestmark = pytest.mark.xdist_group("step simulation")  # plans share what is captured
 

@@ -9,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import PlanError
-from plait.integrations.ray_servers.tables.row_index import RowIndex, by_server, first_values, server_of
-from plait.integrations.ray_servers.tables.table_shard import TableShard, TableSpec
+from plait.integrations.ray_servers.tables.table_shard import (
+    RowIndex,
+    TableShard,
+    TableSpec,
+    by_server,
+    first_values,
+    server_of,
+)
 
 NUM_IDS, DIM, FIELDS, BATCH = 500, 8, 3, 16
 

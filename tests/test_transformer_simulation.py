@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import plait
 from plait.api.cli import app
 from plait.api.job.gpt import BytesGPT, loss_fn
-from plait.api.job.simulate_command import simulate_config
+from plait.api.job.prediction_commands import simulate_config
 from plait.compile.ops.experts import expert_mm
 from plait.cost.transformer import TransformerShape
 from plait.cost.transformer_memory import least_budget
@@ -24,7 +24,7 @@ from plait.errors import ConfigError, PlanError
 from plait.plan.parallelism import FULL, Parallelism
 from plait.plan.plan import Plan
 from plait.plan.sharding_plan import ZERO_STAGES
-from plait.report.simulation_text import describe_step, shown_seconds
+from plait.report.step_prediction import describe_step, shown_seconds
 from plait.spec.cluster import Cluster, DeviceSpec, LinkSpec
 from plait.spec.cluster_file import find_cluster
 

@@ -17,7 +17,7 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import plait
-from plait.backends.eager.rewrites.gather_ahead import Gathering
+from plait.backends.eager.rewrites.read_ahead import Gathering
 from plait.comm.protocol import World
 from plait.compile.sharding.flat_shards import Cut, FlatShards
 from plait.errors import BatchError, PlanError, RankFailed

@@ -9,10 +9,8 @@ from plait.cost.simulate import simulate
 from plait.errors import PlanError
 from plait.schedule.check import check_schedule
 from plait.schedule.families import make_schedule
-from plait.schedule.zero_bubble_rules import ScheduleRules, StageSeconds, alternating, in_time
-from plait.schedule.zero_bubble_search import search_zero_bubble
-from plait.spec.action import BACKWARD, FORWARD
-from plait.spec.schedule import Schedule
+from plait.schedule.zero_bubble_rules import ScheduleRules, StageSeconds, alternating, in_time, search_zero_bubble
+from plait.spec.schedule import BACKWARD, FORWARD, Schedule
 
 
 def most_held(schedule: Schedule, kept: float) -> float:

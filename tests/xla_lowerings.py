@@ -15,11 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 from torch.utils._pytree import tree_map
 
-from plait.backends.xla.graph_function import GraphFunction
-from plait.backends.xla.jax_arrays import to_numpy, to_torch
+from plait.backends.xla.graph_function import GraphFunction, simplified
+from plait.backends.xla.jax_arrays import as_in_torch, to_numpy, to_torch
 from plait.backends.xla.lowerings import LOWERINGS
-from plait.backends.xla.settings import as_in_torch
-from plait.backends.xla.simpler_ops import simplified
 
 aten = torch.ops.aten
 

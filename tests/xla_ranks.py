@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait
-from plait.backends.xla.jax_arrays import to_torch
+from plait.backends.xla.jax_arrays import as_in_torch, to_torch
 from plait.backends.xla.lowerings.random_draws import drawn
 from plait.backends.xla.lowerings.table import Result, jax_dtype
-from plait.backends.xla.settings import as_in_torch
 from plait.compile.ops.draw import draw, seed_of
 from plait.errors import LossError, ModelError, PlaitError
 

@@ -9,7 +9,7 @@ import host_gpu
 import pytest
 from device_training import on_cpu, train
 
-from plait.backends.inductor import inductor_passes
+from plait.backends.inductor import inductor_backend
 from plait.backends.inductor.region_compiler import CompileReport
 from plait.engine import setup_checks
 
@@ -27,7 +27,7 @@ PLANS = {  # each with the plan of one rank that has its numbers
 def _call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no Triton regions run their calls one by one."""
     if host_gpu.is_here():
-        monkeypatch.setattr(inductor_passes, "compile_regions", lambda functions, plan: CompileReport(0, 0, 0, 0.0))
+        monkeypatch.setattr(inductor_backend, "compile_regions", lambda functions, plan: CompileReport(0, 0, 0, 0.0))
         monkeypatch.setattr(setup_checks, "missing_compiler", lambda kind: "")
 
 

@@ -203,7 +203,7 @@ def memory(
         from plait.api.job.config import load_config
 
         chosen, job = plan_of(plan), load_config(config, changes or [])
-        from plait.api.job.memory_command import print_memory
+        from plait.api.job.prediction_commands import print_memory
 
         if not print_memory(job, chosen, limit):
             raise typer.Exit(1)
@@ -219,9 +219,9 @@ def simulate_plan(
 ) -> None:
     """Predict a step on a cluster: time, MFU, memory by class, bytes by link. Nothing is run."""
     with errors_shown_once():
-        from plait.api.job.simulate_command import simulate_config
+        from plait.api.job.prediction_commands import simulate_config
         from plait.cost.transformer_simulation import SimulatedStep
-        from plait.report.simulation_text import check_step_page, describe_step, write_step_page
+        from plait.report.step_prediction import check_step_page, describe_step, write_step_page
 
         check_step_page(html)
         found = simulate_config(config, plan_of(plan), cluster, changes or [])
@@ -251,7 +251,7 @@ def plan_job(
 ) -> None:
     """Search for the fastest plan on a cluster: what fits, what it takes, why others lost. Nothing is run."""
     with errors_shown_once():
-        from plait.api.job.plan_command import how_to_measure, line_to_run, plan_config
+        from plait.api.job.prediction_commands import how_to_measure, line_to_run, plan_config
         from plait.api.job.this_machine import this_machine
         from plait.report.plan_text import describe_plans
         from plait.spec.cluster_file import find_cluster
@@ -324,7 +324,7 @@ def compare(
 ) -> None:
     """Compare runs with the first: statistical efficiency, throughput, goodput, waiting, and bytes to the same loss."""
     with errors_shown_once():
-        from plait.api.job.compare_runs import compare_runs
+        from plait.api.job.report_command import compare_runs
 
         print(compare_runs(runs, out))
 

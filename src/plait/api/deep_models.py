@@ -21,8 +21,7 @@ from plait.cost.step_program import OpCall, PipelineCalls, ProgramCall, StepProg
 from plait.plan.plan import Plan
 from plait.schedule.readiness import Cell, RankAction, chain
 from plait.schedule.transfers import add_transfers, add_updates
-from plait.spec.action import BACKWARD, FORWARD, SEND, WEIGHT
-from plait.spec.schedule import Schedule
+from plait.spec.schedule import BACKWARD, FORWARD, SEND, WEIGHT, Schedule
 
 DEEP = 16  # layers; a model with fewer is lowered as it is
 Describe = Callable[[int, Plan], StepProgram]  # of the model with so many of its equal layers, under a plan

@@ -20,10 +20,9 @@ from plait.comm.protocol import World
 from plait.compile.capture.capture import LossFn
 from plait.compile.sharding.sharded_fraction import ShardedFraction
 from plait.cost.noise_scale import NoiseSample
-from plait.engine.capture_report import CaptureReport
 from plait.engine.checkpoint import load, saved_state, snapshot
-from plait.engine.checkpoint.saver import Saver
-from plait.engine.compiler import Captures, Compiler
+from plait.engine.checkpoint.write import Saver
+from plait.engine.compiler import CaptureReport, Captures, Compiler
 from plait.engine.cpu_settings import give_freed_memory_back, keep_freed_memory, warn_of_slow_precision
 from plait.engine.ddp_fallback import check_allowed
 from plait.engine.engine import StepLoss
@@ -32,11 +31,10 @@ from plait.engine.environment import resolve_plan, resolve_trace
 from plait.engine.executor import StepExecutor
 from plait.engine.gathered import gathered, not_started
 from plait.engine.gradient_noise import NoiseMeter, check_noise_every
-from plait.engine.moving_average import MovingAverage
 from plait.engine.rank_optimizers import OptimizerFactory
 from plait.engine.setup_checks import check_given, check_plan, place_here
 from plait.engine.trace_folder import write_plan, write_trace
-from plait.engine.train_state import TrainState
+from plait.engine.train_state import MovingAverage, TrainState
 from plait.errors import CheckpointError, PlanError
 from plait.plan.annotation import Annotations
 from plait.plan.plan import Plan

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from plait.api.trainer import Trainer
 from plait.backends.choose import graphs_of
-from plait.backends.expert_counts import Counts, read_counts
-from plait.backends.recorder import TraceRecorder
+from plait.backends.recorder import Counts, TraceRecorder, read_counts
 from plait.comm.protocol import World
 from plait.comm.thread_world import alone, run_ranks
 from plait.compile.capture.batch import batch_tensors, map_batch
@@ -29,12 +28,12 @@ from plait.compile.rank_program import RankProgram
 from plait.compile.stages.split import Pipeline
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.local_batch import step_key
-from plait.engine.loss_scale import FIRST_SCALE
 from plait.engine.model_copy import Twin, preserved
-from plait.engine.optimizer_draws import equal_draws
+from plait.engine.optimizer_step import equal_draws
 from plait.engine.rank_optimizers import OptimizerFactory, make_optimizer
 from plait.engine.setup_checks import check_given, check_plan, check_step, place_of_threads
 from plait.engine.trace_folder import loads_of_ranks
+from plait.engine.train_state import FIRST_SCALE
 from plait.errors import CaptureError, LossError, PlaitError, PlanError
 from plait.integrations.ray_servers.served_check import ServedCheck
 from plait.optim.combined import CombinedOptimizer
@@ -44,6 +43,7 @@ from plait.reference.differences import (
     LAST_BITS,
     Reference,
     Report,
+    RoundedGradients,
     RunResult,
     in_half,
     last_bits,
@@ -51,7 +51,6 @@ from plait.reference.differences import (
 )
 from plait.reference.local_sgd import SerialReplicas
 from plait.reference.one_device import one_device_step, stale_step
-from plait.reference.rounded_gradients import RoundedGradients
 from plait.spec.trace import ExpertLoad
 
 _HEADROOM = 2.0**4  # of the loss scale in fp16: one rank's term of a sum may be larger than the sum

@@ -8,8 +8,12 @@ from plait.backends.backend import Backend
 from plait.backends.eager.eager_backend import EagerBackend
 from plait.backends.eager.offload.store import Offload
 from plait.backends.eager.passes import EAGER_PASSES, EagerDraft, eager_graphs, make_eager
-from plait.backends.inductor.inductor_backend import InductorBackend
-from plait.backends.inductor.inductor_passes import INDUCTOR_PASSES, inductor_graphs, make_with_regions
+from plait.backends.inductor.inductor_backend import (
+    INDUCTOR_PASSES,
+    InductorBackend,
+    inductor_graphs,
+    make_with_regions,
+)
 from plait.backends.inductor.region_compiler import CompileReport
 from plait.compile.pass_base import Pass, Watcher
 from plait.compile.rank_program import RankProgram

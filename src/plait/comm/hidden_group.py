@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from plait.compile.capture.other_processes import not_communicating
+from plait.compile.capture.capture_errors import not_communicating
 
 
 class _Hidden:

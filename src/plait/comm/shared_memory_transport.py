@@ -23,7 +23,6 @@ from plait.comm import shared_memory_collectives as collectives
 from plait.comm.group import Done, GroupComm, chunk, row_bytes
 from plait.comm.mailbox import Letter, Mailbox
 from plait.comm.monitor import LateRanks, Monitor
-from plait.comm.peer_wait import PeerWait
 from plait.comm.protocol import Take
 from plait.comm.segment import Arena, Segment
 from plait.comm.shared_memory_collectives import (
@@ -33,6 +32,7 @@ from plait.comm.shared_memory_collectives import (
     NUM_CALLS,
     POSTED,
     REDUCED,
+    PeerWait,
     Reader,
     Steps,
     call_text,

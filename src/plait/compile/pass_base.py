@@ -10,9 +10,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.fx import Node
 
-from plait.compile.ir.calls import num_bytes, output_values
+from plait.compile.ir.calls import is_view, num_bytes, output_values
 from plait.compile.ir.node_info import info_of
-from plait.compile.ir.views import is_view
 from plait.compile.rank_program import StepGraph
 from plait.errors import PlanError
 

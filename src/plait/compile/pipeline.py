@@ -14,19 +14,18 @@ from dataclasses import replace
 from plait.compile.capture.captured import Captured
 from plait.compile.compiled import NOTHING_SETTLED, Compiled, Draft, Settled
 from plait.compile.ir.calls import copy_graph, device_type, placeholders
-from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.ir.node_info import set_info
+from plait.compile.ir.rewriting import collection_paused
 from plait.compile.pass_base import Pass, Watcher, run_passes
 from plait.compile.passes.accumulation import accumulation_graphs, narrow_dtypes, own_gradients
-from plait.compile.passes.auxiliary import mark_auxiliary
 from plait.compile.passes.find_experts import find_experts
 from plait.compile.passes.group_experts import group_experts
-from plait.compile.passes.late_sums import sum_last
 from plait.compile.passes.recomputation import recompute, widen_again
 from plait.compile.passes.roll_loops import loops_left, roll_loops
-from plait.compile.passes.zero import gather_parameters, join_sums, scatter_gradients
+from plait.compile.passes.zero import gather_parameters, join_sums, scatter_gradients, sum_last
 from plait.compile.rank_program import RankProgram, StepGraph, cell_name
 from plait.compile.shard import assign_roles, check_batch, choose_layouts, sequence_lengths, shard
+from plait.compile.sharding.auto_sharding import mark_auxiliary
 from plait.compile.sharding.flat_shards import cuts_of
 from plait.compile.sharding.formats import keep_formats, note_formats
 from plait.compile.stages.split import cut_in_stages, split_in_cells

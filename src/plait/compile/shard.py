@@ -10,10 +10,9 @@ from torch.fx import Graph, Node
 
 from plait.compile.capture.captured import Captured, Output
 from plait.compile.compiled import Draft
-from plait.compile.ir.calls import op_spec_of, output_node, placeholders, tensor_inputs
+from plait.compile.ir.calls import is_view, op_spec_of, output_node, placeholders, tensor_inputs
 from plait.compile.ir.dtypes import dtype_name
 from plait.compile.ir.node_info import is_backward
-from plait.compile.ir.views import is_view
 from plait.compile.ops import Call
 from plait.compile.ops.context_attention import divides_heads
 from plait.compile.ops.expert_parameters import expert_of, owner_of, stack_experts

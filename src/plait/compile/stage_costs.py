@@ -19,7 +19,7 @@ from plait.cost.costs import Costs
 from plait.schedule.cut import Item, Memory, choose_cut
 from plait.schedule.in_flight import most_microbatches_in_flight
 from plait.schedule.readiness import Cell
-from plait.spec.action import BACKWARD, FORWARD, WEIGHT
+from plait.spec.schedule import BACKWARD, FORWARD, WEIGHT
 
 
 def cut_within(

@@ -11,11 +11,19 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from plait.compile.ir.calls import is_item, is_tensor, num_bytes, op_spec_of, output_node, output_values, tensor_inputs
+from plait.compile.ir.calls import (
+    is_item,
+    is_tensor,
+    is_view,
+    num_bytes,
+    op_spec_of,
+    output_node,
+    output_values,
+    tensor_inputs,
+)
 from plait.compile.ir.dtypes import dtype_named, torch_name
 from plait.compile.ir.estimate import carried_out, flops_of, is_attention
 from plait.compile.ir.node_info import info_of, phase_of
-from plait.compile.ir.views import is_view
 from plait.compile.ops import CollectiveKind, Communication
 from plait.compile.rank_program import RankProgram, runs_on
 from plait.compile.stages.stage_graphs import edges_of
@@ -33,7 +41,7 @@ from plait.plan.axes import stage_axis
 from plait.plan.sharding_plan import DEVICE, Gather, ShardingPlan
 from plait.schedule.buckets import bucket_limit, split_buckets
 from plait.schedule.readiness import RankAction
-from plait.spec.action import BACKWARD, SEND, WEIGHT, Action
+from plait.spec.schedule import BACKWARD, SEND, WEIGHT, Action
 
 _KINDS = {kind.title: kind for kind in CollectiveKind}
 
@@ -213,7 +221,7 @@ def _transfer(one: Collective, sizes: Mapping[str, int]) -> AxisCollective:
 
 
 def _copy(node: Node, sharding: ShardingPlan, place: Mapping[Node, int], phase: str) -> CopyCall:
-    """A call that begins a copy from or to a home, or waits for one (backends/eager/rewrites/offload_ops.py)."""
+    """A call that begins a copy from or to a home, or waits for one (backends/eager/rewrites/offload_rewrites.py)."""
     starts = [each for each in node.all_input_nodes if each in place and op_spec_of(each).transfers]
     tensors = tensor_inputs(node)
     fetched = [

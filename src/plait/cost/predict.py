@@ -10,8 +10,7 @@ from statistics import median
 from plait.cost.costs import Costs
 from plait.cost.simulate import held, simulate
 from plait.schedule.readiness import Edges, needs
-from plait.spec.action import BACKWARD, FORWARD, SEND, STEP, WEIGHT, Action
-from plait.spec.schedule import Schedule
+from plait.spec.schedule import BACKWARD, FORWARD, SEND, STEP, WEIGHT, Action, Schedule
 from plait.spec.trace import COMPUTE_KINDS, NEXT_BATCH, Sample, Span, Trace
 
 _Peers = Callable[[int], Sequence[int]]  # from a rank to the ranks of its pipeline, by their place in it

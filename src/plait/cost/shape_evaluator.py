@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from plait.cost.outline_search import least_on_device, rough_steps
 from plait.cost.plan_evaluator import PlanEvaluator, Relief, RoughStep
-from plait.cost.rough_steps import least_on_device, rough_steps
 from plait.cost.transformer import TransformerShape
 from plait.cost.transformer_memory import kept_bytes, least_budget, logits_bytes, memory_of_rank
 from plait.cost.transformer_simulation import BUCKETS, SimulatedStep, misses_by, program_in, simulate_step

@@ -20,13 +20,11 @@ from plait.cost.op_time import CallTimes
 from plait.cost.step_program import AxisCollective, CollectiveCall, CopyCall, OpCall, ProgramCall, StepProgram
 from plait.errors import PlanError, Refusal
 from plait.schedule.in_flight import microbatches_in_flight
-from plait.schedule.readiness import Cell, RankAction
+from plait.schedule.readiness import Cell, RankAction, start_times, topological_order
 from plait.schedule.shared_cores import shared_times
-from plait.schedule.topological_order import start_times, topological_order
-from plait.spec.action import BACKWARD, FORWARD, SEND, STEP, WEIGHT, Action
 from plait.spec.cluster import Cluster
 from plait.spec.mesh import Mesh
-from plait.spec.schedule import Schedule
+from plait.spec.schedule import BACKWARD, FORWARD, SEND, STEP, WEIGHT, Action, Schedule
 from plait.spec.trace import NEXT_BATCH, Sample, Span, Trace
 
 _KIND = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weight"}

@@ -6,8 +6,7 @@ from functools import lru_cache
 
 from plait.cost.parallel_forms import schedule_activations
 from plait.cost.transformer import HALF_BYTES, TransformerShape
-from plait.cost.transformer_context import received_bytes
-from plait.cost.transformer_program import TransformerProgram
+from plait.cost.transformer_program import TransformerProgram, received_bytes
 from plait.cost.transformer_states import Owned, held_states
 from plait.plan.parallelism import ALTERNATE, BUDGET, FULL, NONE, Parallelism
 from plait.plan.sharding_plan import DEVICE

@@ -12,8 +12,7 @@ from functools import cache, cached_property, lru_cache
 
 from plait.cost.costs import Costs
 from plait.cost.memory_model import StateBytes
-from plait.cost.schedule_times import ScheduleTimes, schedule_times
-from plait.cost.simulate import simulate
+from plait.cost.simulate import ScheduleTimes, schedule_times, simulate
 from plait.cost.transformer import HALF_BYTES, TransformerShape
 from plait.cost.transformer_memory import kept_bytes, memory_of_rank
 from plait.cost.transformer_program import TransformerProgram

@@ -20,9 +20,8 @@ from plait.cost.collective_time import CollectiveKind, collective_time, ring_byt
 from plait.cost.op_time import op_time
 from plait.cost.parallel_forms import schedule_wait
 from plait.cost.transformer import HALF_BYTES, TransformerShape
-from plait.cost.transformer_context import RING, attention_exchange, attention_kind
 from plait.cost.transformer_memory import kept_bytes, least_budget, memory_of_rank, own_parameters
-from plait.cost.transformer_program import DEFAULT_PROGRAM, TransformerProgram
+from plait.cost.transformer_program import DEFAULT_PROGRAM, RING, TransformerProgram, attention_exchange, attention_kind
 from plait.cost.transformer_states import Owned, exchange_time, host_work, sums_time, trained
 from plait.errors import PlanError, Refusal
 from plait.plan.key_values import Bytes

@@ -2,7 +2,8 @@
 compiler.
 
 A step is captured anew when the Python values that it has read differ (engine/python_watch.py). Values that turn out
-not to affect the graph are ignored from then on.
+not to affect the graph are ignored from then on. A run can say how many captures there were, how long each took, and
+what caused it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import functools
 import threading
 import warnings
 from collections import Counter, OrderedDict
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -23,21 +25,94 @@ from plait.comm.hidden_group import without_process_group
 from plait.compile.capture.batch import batch_form, batch_leaves, batch_numbers
 from plait.compile.capture.capture import LossFn, capture, one_at_a_time
 from plait.compile.capture.capture_errors import users_line
-from plait.compile.capture.captured import Captured
-from plait.compile.capture.compare_steps import same_step
+from plait.compile.capture.captured import Captured, same_step
 from plait.compile.capture.precision import FULL, Precision
 from plait.compile.capture.reachable import Reached
 from plait.compile.compiled import NOTHING_SETTLED, Compiled
 from plait.compile.ir.calls import device_type
+from plait.compile.ir.dtypes import torch_name
 from plait.compile.pipeline import compile
 from plait.compile.stages.split import updates_within
-from plait.engine.capture_report import Leaves, difference_of_leaves, leaves_of
 from plait.engine.padding_rules import PaddingRules, find_rules, likely_rules
 from plait.engine.python_effects import Changes, examine, settled
 from plait.engine.python_watch import PythonWatch, Variant, is_flag
 from plait.plan.annotation import Annotations
 from plait.plan.plan import Plan
 from plait.spec.cluster_file import cluster_of_device
+
+Leaves = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class StepCapture:
+    """One capture of a step, with its layout and lowering.
+
+    Attributes:
+        cause: what differed from the capture before, in words; of a batch the tensor, the dim and both sizes.
+        seconds: the time that it took on this rank.
+        train: whether it is the step of training, or that of an evaluation.
+    """
+
+    cause: str
+    seconds: float
+    train: bool = True
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """The captures of a run, in order. Print it for a table."""
+
+    captures: tuple[StepCapture, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.captures)
+
+    def __iter__(self) -> Iterator[StepCapture]:
+        return iter(self.captures)
+
+    @property
+    def seconds(self) -> float:
+        """The time of all captures."""
+        return sum(each.seconds for each in self.captures)
+
+    @property
+    def again(self) -> int:
+        """The number of captures after the first one of training and the first one of evaluation."""
+        return len(self) - len({each.train for each in self})
+
+    def __str__(self) -> str:
+        if not self.captures:
+            return "no step was captured"
+        lines = [f"captured {len(self)} time{'s' * (len(self) != 1)}, in {self.seconds:.1f} s"]
+        for number, each in enumerate(self.captures, start=1):
+            kind = "" if each.train else "evaluation: "
+            lines.append(f"  {number:3}  {each.seconds:7.2f} s  {kind}{each.cause}")
+        return "\n".join(lines)
+
+
+def leaves_of(batch: Any) -> Leaves:
+    """The dtype and shape of each tensor of a batch, by name."""
+    return {name: (torch_name(leaf.dtype), tuple(leaf.shape)) for name, leaf in batch_leaves(batch).items()}
+
+
+def difference_of_leaves(before: Leaves, now: Leaves) -> str:
+    """What differs between the tensors of two batches, in words; empty if the tensors are alike."""
+    if gone := [name for name in before if name not in now]:
+        return f"the batch has no {gone[0]}, which the one before had"
+    if new := [name for name in now if name not in before]:
+        return f"the batch has {new[0]}, which the one before had not"
+    found: dict[str, list[str]] = {}
+    for name, (dtype, shape) in now.items():
+        was, sizes = before[name]
+        if was != dtype:
+            return f"{name} is {dtype} after {was}"
+        if len(sizes) != len(shape):
+            return f"{name} has shape {list(shape)} after {list(sizes)}"
+        for dim, (old, size) in enumerate(zip(sizes, shape, strict=True)):
+            if old != size:
+                found.setdefault(f"dim {dim} from {old} to {size}", []).append(name)
+    return "; ".join(f"{', '.join(names)}: {what}" for what, names in found.items())
+
 
 MOST_KEPT = 64  # largest number of captures, and of their lowered steps, that are kept
 _MANY = 8  # number of captures after which a warning says why there are so many; the next comes at twice as many

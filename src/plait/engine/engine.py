@@ -34,8 +34,7 @@ from plait.compile.capture.precision import Precision
 from plait.compile.ops.draw import micro_key
 from plait.compile.stages.split import updates_within
 from plait.engine.batch_padding import BatchPadding, PaddedBatch
-from plait.engine.capture_report import CaptureReport
-from plait.engine.compiler import Compiler
+from plait.engine.compiler import CaptureReport, Compiler
 from plait.engine.ddp_fallback import EagerExecutor, ddp_warning, refuse_unless_data_only
 from plait.engine.device_memory import explained
 from plait.engine.evaluation import evaluate
@@ -43,7 +42,6 @@ from plait.engine.executor import StepExecutor, check_finite, clip
 from plait.engine.frozen_parameters import follow_frozen
 from plait.engine.local_batch import LocalBatch, num_rows, replica_key, rows_of_replica, step_key
 from plait.engine.local_sgd.replicas import Replicas
-from plait.engine.loss_scale import LossScale
 from plait.engine.model_weights import AsItWas, refuse_away
 from plait.engine.optimizer_step import OptimizerStep
 from plait.engine.optimizer_trials import note_absent
@@ -52,7 +50,7 @@ from plait.engine.rank_optimizers import OptimizerFactory, build_both, build_opt
 from plait.engine.same_batch import SameBatch
 from plait.engine.setup_checks import agree_on_setup, check_captured, describe_optimizer
 from plait.engine.step_results import refuse_padding, without_padding
-from plait.engine.train_state import NO_BATCH_YET, TrainState
+from plait.engine.train_state import NO_BATCH_YET, LossScale, TrainState
 from plait.errors import CaptureError, PlanError
 from plait.plan.plan import Plan
 

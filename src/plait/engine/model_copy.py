@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.compile.capture.fake_parameters import Exchange
-from plait.compile.capture.random_sources import set_state, state_of
+from plait.compile.capture.python_state import set_state, state_of
 from plait.compile.capture.reachable import Reached
 from plait.compile.ops.dims import HALF
 

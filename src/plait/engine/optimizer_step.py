@@ -6,31 +6,64 @@
 
 While the user's optimizer, fused or not, steps one chunk, threads read the next chunk and write the last one
 (Rajbhandari et al. 2021, "ZeRO-Infinity"). For the optimizer it is one step, with the options and hooks of one.
+
+Random numbers that an optimizer draws, such as noise, are equal on all ranks, whatever else a rank has drawn before:
+replicas that drew others would drift apart.
 """
 
 from __future__ import annotations
 
 import math
+import random
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from plait.backends.eager.offload.disk import DiskPlace, Transfer
 from plait.backends.eager.offload.store import Offload, hollow
-from plait.comm.device import page_memory, synchronize
+from plait.comm.device import page_memory, random_devices, synchronize
 from plait.comm.hidden_group import without_process_group
 from plait.comm.protocol import World
 from plait.cost.memory_model import padded
-from plait.engine.optimizer_draws import equal_draws
 from plait.engine.optimizer_trials import tried
 from plait.engine.rank_optimizers import refuse_some_at_a_time
-from plait.optim.combined import each_parameter, title_of
+from plait.optim.combined import each_parameter, optimizers_within, title_of
 from plait.plan.sharding_plan import DEVICE, ShardingPlan, is_large
 from plait.spec.layout import Shard
+
+_drawing = threading.RLock()  # ranks that are threads have one generator
+
+
+@contextmanager
+def equal_draws(optimizer: torch.optim.Optimizer, key: int) -> Iterator[None]:
+    """Context for a step of the optimizer, in which torch, numpy and Python draw what `key` determines.
+
+    Their states are as before afterwards. Optimizers of torch draw nothing. Those that communicate between ranks, with
+    a method bind(parts), are left alone: they cannot step one rank after the other.
+    """
+    members = optimizers_within(optimizer).values()
+    of_torch = all(type(each).__module__.startswith("torch.optim.") for each in members)
+    if of_torch or any(hasattr(each, "bind") for each in members):
+        yield
+        return
+    devices = {p.device for each in members for group in each.param_groups for p in group["params"]}
+    with _drawing, torch.random.fork_rng(devices=random_devices(*devices)):
+        before = random.getstate(), np.random.get_state(legacy=False)
+        torch.manual_seed(key)
+        random.seed(key)
+        np.random.seed(key & 0xFFFFFFFF)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+
 
 _CHUNK_BYTES = 16 << 20
 _NUM_BUFFERS = 3

@@ -34,7 +34,7 @@ from plait.engine.initial_values import with_values
 from plait.engine.model_copy import preserved
 from plait.engine.padding_check import StepValues, difference, dims_of_outputs, step_values
 from plait.errors import PlanError
-from plait.plan.refused_padding import nothing_to_pad, padding_changes, padding_unchecked
+from plait.plan.refused_cuts import nothing_to_pad, padding_changes, padding_unchecked
 
 _ROWS = 2  # rows of the batch that the check runs, if the loss has a value for so few
 _MOST_TRIALS = 32

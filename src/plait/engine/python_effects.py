@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.compile.capture.captured import Captured, Effect
-from plait.compile.capture.compare_steps import same_step
+from plait.compile.capture.captured import Captured, Effect, same_step
 from plait.compile.capture.late_values import LateNumber
 from plait.compile.capture.outside_tensors import hands_on
 from plait.compile.capture.python_state import MISSING

@@ -19,14 +19,12 @@ from plait.comm.agree import agree, attempt
 from plait.comm.device import Event, is_host
 from plait.comm.protocol import World
 from plait.compile.capture.batch import batch_form, batch_leaves, batch_numbers
-from plait.compile.capture.captured import Captured
-from plait.compile.capture.compare_steps import captured_digest
+from plait.compile.capture.captured import Captured, captured_digest
 from plait.compile.capture.parts_left_out import LeftOut
 from plait.compile.compiled import Compiled
-from plait.compile.ir.gc_paused import collection_paused
+from plait.compile.ir.rewriting import collection_paused
 from plait.compile.rank_program import RankProgram
-from plait.engine.capture_report import StepCapture
-from plait.engine.compiler import Compiler, Recent
+from plait.engine.compiler import Compiler, Recent, StepCapture
 from plait.engine.executor import scale_all
 from plait.engine.initial_values import initial_buffers
 from plait.engine.local_batch import LocalBatch, first_microbatch, global_like, microbatches, num_rows

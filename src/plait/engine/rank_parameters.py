@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.backends.eager.offload.store import Offload, hollow
-from plait.backends.eager.rewrites.gather_ahead import Gathering
+from plait.backends.eager.rewrites.read_ahead import Gathering
 from plait.comm.device import Event
 from plait.comm.protocol import Comm, World
 from plait.compile.ir.dtypes import dtype_named

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from plait.backends.xla.element_program import GRADIENT, PARAMETER, ElementProgram, ProgramValue, StepNumber, UpdateCall
+from plait.backends.xla.element_update import GRADIENT, PARAMETER, ElementProgram, ProgramValue, StepNumber, UpdateCall
 from plait.compile.ops import View, op_spec
 from plait.compile.ops.dims import pointwise_factors
 from plait.engine.optimizer_trials import schedulers_restored, small_shape, without_hooks

@@ -18,7 +18,7 @@ from plait.comm.protocol import World
 from plait.comm.sharing import can_share
 from plait.compile.capture.captured import Captured
 from plait.compile.capture.fake_parameters import refuse_odd_tensors
-from plait.compile.capture.model_facts import model_facts
+from plait.compile.capture.precision import model_facts
 from plait.compile.compiled import Compiled
 from plait.compile.ir.node_info import info_of, is_forward
 from plait.compile.stages.split import num_stages, updates_within

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.backends.eager.passes import eager_graphs
-from plait.backends.expert_counts import read_counts
-from plait.backends.recorder import TraceRecorder
+from plait.backends.recorder import TraceRecorder, read_counts
 from plait.comm.protocol import World
 from plait.compile.compiled import Compiled
 from plait.compile.stage_costs import estimate_costs

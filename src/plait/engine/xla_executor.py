@@ -13,10 +13,14 @@ from torch.fx import Graph
 
 from plait.backends.backend import Executable, StepResult, Update
 from plait.backends.recorder import TraceRecorder
-from plait.backends.xla.activation_shardings import Constrained, constrained
-from plait.backends.xla.jax_arrays import put, to_torch
-from plait.backends.xla.mesh_shardings import MeshShardings, ParameterShardings, refuse_layouts
-from plait.backends.xla.settings import as_in_torch
+from plait.backends.xla.jax_arrays import as_in_torch, put, to_torch
+from plait.backends.xla.mesh_shardings import (
+    Constrained,
+    MeshShardings,
+    ParameterShardings,
+    constrained,
+    refuse_layouts,
+)
 from plait.backends.xla.xla_executable import DeviceCopies, XlaExecutable
 from plait.backends.xla.xla_step import Arrays, Found, Inputs, XlaStep, added, norm_of, scaled
 from plait.comm.protocol import World

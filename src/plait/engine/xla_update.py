@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.backends.xla.element_update import StateArrays, UpdateOfKind, check_lowered
-from plait.backends.xla.jax_arrays import put, to_torch
+from plait.backends.xla.jax_arrays import as_in_torch, put, to_torch
 from plait.backends.xla.lowerings.table import jax_dtype, torch_dtype
-from plait.backends.xla.settings import as_in_torch
 from plait.backends.xla.xla_step import Found, Inputs, Rules, XlaStep, update_alone
 from plait.engine.recorded_update import KindOfParameter, RecordedStep, record_step
 from plait.engine.xla_executor import XlaExecutor

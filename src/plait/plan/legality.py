@@ -18,7 +18,7 @@ from plait.plan.axes import axis_kind, batch_axes, ddp_axis
 from plait.plan.compression import NO_COMPRESSION
 from plait.plan.key_values import Recompute
 from plait.plan.plan import Plan
-from plait.plan.refused_padding import of_buckets
+from plait.plan.refused_cuts import of_buckets
 from plait.plan.sharding_plan import parameters_away, updates_on_host
 from plait.plan.step_facts import OptimizerFacts, ParameterFacts, Place, StepFacts
 

@@ -1,4 +1,7 @@
-"""Compares a run under a plan with the run on one device, relative to the differences that rounding explains."""
+"""Compares a run under a plan with the run on one device, relative to the differences that rounding explains.
+
+Gradients on one device are also rounded as ranks round their terms of a sum.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from plait.compile.ops.split_sums import LargestParts
 from plait.errors import PlanError, Refusal
 from plait.plan.legality import of_fewer_rows
 from plait.plan.plan import Plan
@@ -369,3 +373,28 @@ def refusal_of_failed_run(plan: Plan, error: Exception) -> PlanError | None:
     if plan.micro == 1 and not plan.relaxed_axis:
         return None
     return PlanError(of_fewer_rows(plan.title, f"{type(error).__name__}: {error}"))
+
+
+class RoundedGradients:
+    """Changes gradients by what the rounding of their parts may come to.
+
+    bits   the relative rounding, by parameter
+    parts  the parts of the sums of the run: they may cancel, so that they are far larger than the gradient
+    """
+
+    def __init__(self, bits: Mapping[str, float], parts: LargestParts) -> None:
+        self._bits = bits
+        self._parts = parts
+
+    def attach(self, model: nn.Module, generator: torch.Generator) -> None:
+        """Change the gradients that the model's parameters get from now on, by random numbers of the generator."""
+        named = dict(model.named_parameters())
+        for name, bits in self._bits.items():
+            if named[name].requires_grad:
+                named[name].register_hook(functools.partial(self._changed, bits, generator))
+
+    def _changed(self, bits: float, generator: torch.Generator, gradient: Tensor) -> Tensor:
+        if not gradient.numel() or gradient.layout != torch.strided:
+            return gradient
+        noise = torch.randn(gradient.shape, generator=generator).to(gradient)
+        return gradient + bits * self._parts.largest(gradient) * noise

@@ -23,7 +23,7 @@ from plait.engine.local_batch import microbatches, num_rows, replica_key
 from plait.engine.local_sgd.diloco import MIXING
 from plait.engine.local_sgd.exchange import dtype_of_mean
 from plait.engine.local_sgd.tensor_compression import decode, encode, first_factor
-from plait.engine.optimizer_draws import equal_draws
+from plait.engine.optimizer_step import equal_draws
 from plait.engine.slices import Fragment, fragments
 from plait.plan.axes import parts_around
 from plait.plan.compression import Compression

@@ -6,8 +6,7 @@ import datetime
 
 from plait.cost.memory_model import human_bytes
 from plait.engine.checkpoint.checkpoint_folders import INSIDE, checkpoints, damages, newest
-from plait.engine.checkpoint.compatibility import MODEL, STATE
-from plait.engine.checkpoint.manifest import Manifest
+from plait.engine.checkpoint.manifest import MODEL, STATE, Manifest
 from plait.engine.checkpoint.storage import Folder, folder_of
 from plait.errors import CheckpointError
 

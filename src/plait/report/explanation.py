@@ -16,13 +16,12 @@ from torch.fx import Graph, Node
 from plait.backends.choose import chooses_collectives, make_graphs, passes_of
 from plait.backends.eager.passes import eager_graphs
 from plait.backends.eager.rewrites.bucket_gradients import bucket_part
-from plait.backends.eager.rewrites.gather_ahead import gather_start
-from plait.backends.inductor.inductor_passes import describe_regions
+from plait.backends.eager.rewrites.read_ahead import gather_start
+from plait.backends.inductor.inductor_backend import describe_regions
 from plait.compile.compiled import Compiled
-from plait.compile.ir.calls import is_item, op_spec_of, output_node
+from plait.compile.ir.calls import is_item, is_view, op_spec_of, output_node
 from plait.compile.ir.dtypes import dtype_name
 from plait.compile.ir.node_info import info_of
-from plait.compile.ir.views import is_view
 from plait.compile.ops import CollectiveKind
 from plait.compile.pass_base import PassReport, Watcher
 from plait.compile.pipeline import PASSES, compile
@@ -34,8 +33,8 @@ from plait.errors import LayoutError, PlanError
 from plait.plan.annotation import Annotations
 from plait.plan.axes import stage_axis
 from plait.plan.sharding_plan import DEVICE, Gather, ParameterSharding, state_axes
-from plait.spec.action import BACKWARD, FORWARD
 from plait.spec.layout import Layout, Only
+from plait.spec.schedule import BACKWARD, FORWARD
 
 
 @dataclass(frozen=True)

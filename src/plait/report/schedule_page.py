@@ -12,8 +12,7 @@ from plait.schedule.check import check_schedule
 from plait.schedule.families import FAMILIES, find_family, make_schedule
 from plait.schedule.readiness import chain
 from plait.schedule.schedule_grid import draw_grid
-from plait.schedule.zero_bubble_rules import StageSeconds
-from plait.schedule.zero_bubble_search import search_zero_bubble
+from plait.schedule.zero_bubble_rules import StageSeconds, search_zero_bubble
 from plait.spec.schedule import Schedule
 from plait.spec.trace import Trace
 

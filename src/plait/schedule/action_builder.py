@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from plait.spec.action import BACKWARD, FORWARD, WEIGHT, Action
-from plait.spec.schedule import Schedule
+from plait.spec.schedule import BACKWARD, FORWARD, WEIGHT, Action, Schedule
 
 StagePlacement = tuple[tuple[int, ...], ...]
 

@@ -6,11 +6,9 @@ from collections import Counter
 from dataclasses import replace
 
 from plait.errors import ScheduleError
-from plait.schedule.readiness import Edges, RankAction, chain
+from plait.schedule.readiness import Edges, RankAction, chain, topological_order
 from plait.schedule.schedule_grid import draw_grid
-from plait.schedule.topological_order import topological_order
-from plait.spec.action import BACKWARD, FORWARD, RECV, REDUCE, SEND, STEP, WEIGHT, Action
-from plait.spec.schedule import Schedule
+from plait.spec.schedule import BACKWARD, FORWARD, RECV, REDUCE, SEND, STEP, WEIGHT, Action, Schedule
 
 
 def check_schedule(schedule: Schedule, edges: Edges | None = None) -> None:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from plait.schedule.readiness import Edges, RankAction
-from plait.schedule.topological_order import topological_order
-from plait.spec.action import BACKWARD, FORWARD, SEND, WEIGHT, Action
-from plait.spec.schedule import Schedule
+from plait.schedule.readiness import Edges, RankAction, topological_order
+from plait.spec.schedule import BACKWARD, FORWARD, SEND, WEIGHT, Action, Schedule
 
 
 def microbatches_in_flight(schedule: Schedule, rank: int, last: str = WEIGHT) -> Iterator[tuple[Action, int]]:

@@ -1,4 +1,5 @@
-"""The dependencies of actions: the one rule that the checker, the simulator and the executor share.
+"""The dependencies of actions: the one rule that the checker, the simulator and the executor share; and the topological
+order of a schedule's actions, with what follows from it, deadlocks and start times.
 
 A cell is a pair (kind, stage): ("F", 2) is the forward of stage 2. An edge is a pair of cells (producer, consumer), for
 the same microbatch. A chain has F0 -> F1 -> ... and ... B1 -> B0; a skip connection from stage 0 to stage 3 adds
@@ -7,12 +8,12 @@ F0 -> F3 and B3 -> B0. That a stage's B needs its F, and W its B, holds without 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
-from plait.spec.action import BACKWARD, FORWARD, RECV, REDUCE, SEND, STEP, WEIGHT, Action, cell
-from plait.spec.schedule import Schedule
+from plait.spec.schedule import BACKWARD, FORWARD, RECV, REDUCE, SEND, STEP, WEIGHT, Action, Schedule, cell
 
 Cell = tuple[str, int]
 Edges = frozenset[tuple[Cell, Cell]]
@@ -104,3 +105,82 @@ def _backwards(schedule: Schedule, rank: int, chunks: set[int]) -> list[RankActi
     """The actions that complete the gradients of these chunks of a rank."""
     found = [each for each in schedule.ranks[rank] if each.kind == BACKWARD and each.chunk in chunks]
     return [(rank, schedule.last_backward(rank, each.micro, each.chunk)) for each in found if each.micro is not None]
+
+
+@dataclass(frozen=True)
+class TopologicalOrder:
+    """An order in which ranks can run their actions, up to the actions at which ranks are stuck.
+
+    Attributes:
+        order: actions with their ranks, each after all that it needs.
+        stopped: for each rank, how many of its actions are in `order`.
+        waits: for each rank that is stuck, the action that it waits for.
+        needs: for each action that a rank came to, what it needs.
+    """
+
+    order: tuple[RankAction, ...]
+    stopped: tuple[int, ...]
+    waits: dict[int, RankAction]
+    needs: dict[RankAction, tuple[RankAction, ...]]
+
+
+@lru_cache(maxsize=8)
+def topological_order(schedule: Schedule, edges: Edges) -> TopologicalOrder:
+    """Advance every rank past each action whose needs are done, until no rank can go on."""
+    at, done, order = [0] * schedule.num_ranks, set[RankAction](), list[RankAction]()
+    waiting: dict[RankAction, list[int]] = defaultdict(list)
+    waits: dict[int, RankAction] = {}
+    needed: dict[RankAction, tuple[RankAction, ...]] = {}
+    ready = deque(range(schedule.num_ranks))
+    while ready:
+        rank = ready.popleft()
+        actions = schedule.ranks[rank]
+        waits.pop(rank, None)
+        while at[rank] < len(actions):
+            place = (rank, actions[at[rank]])
+            if place not in needed:
+                needed[place] = needs(schedule, *place, edges)
+            missing = next((each for each in needed[place] if each not in done), None)
+            if missing is not None:
+                waiting[missing].append(rank)
+                waits[rank] = missing
+                break
+            at[rank] += 1
+            done.add(place)
+            order.append(place)
+            ready.extend(waiting.pop(place, ()))
+    return TopologicalOrder(tuple(order), tuple(at), waits, needed)
+
+
+Duration = Callable[[int, Action], float]
+Delay = Callable[[int, Action, int, Action], float]  # of a value: producing rank and action, consuming rank and action
+
+
+def start_times(
+    num_ranks: int, found: TopologicalOrder, duration: Duration, delay: Delay
+) -> dict[RankAction, tuple[float, float]]:
+    """Start and end of each action, as early as possible. A value of another rank arrives `delay` after its action."""
+    free = [0.0] * num_ranks
+    times: dict[RankAction, tuple[float, float]] = {}
+    for rank, action in found.order:
+        start = free[rank]
+        for peer, made in found.needs[rank, action]:
+            arrives = times[peer, made][1]
+            if peer != rank:
+                producer = made.producer if made.kind == SEND else made
+                arrives += delay(peer, producer, rank, action)
+            start = max(start, arrives)
+        times[rank, action] = (start, start + duration(rank, action))
+        free[rank] = times[rank, action][1]
+    return times
+
+
+def unit_steps(schedule: Schedule, edges: Edges) -> dict[RankAction, tuple[int, int]]:
+    """Start and end of the actions that can run, if F, B and W each take 1, an unsplit backward 2, and all else 0."""
+
+    def duration(rank: int, action: Action) -> float:
+        whole = action.kind == BACKWARD and not schedule.splits(rank, action)
+        return float(action.computes) + whole
+
+    times = start_times(schedule.num_ranks, topological_order(schedule, edges), duration, lambda *_: 0.0)
+    return {place: (round(start), round(end)) for place, (start, end) in times.items()}

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from plait.schedule.readiness import Edges, RankAction
-from plait.schedule.topological_order import unit_steps
+from plait.schedule.readiness import Edges, RankAction, unit_steps
 from plait.spec.schedule import Schedule
 
 _WIDTH, _RANKS = 112, 16  # characters and ranks shown around a mark

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from plait.schedule.readiness import RankAction
-from plait.schedule.topological_order import Delay, Duration, TopologicalOrder
-from plait.spec.action import SEND, Action
-from plait.spec.schedule import Schedule
+from plait.schedule.readiness import Delay, Duration, RankAction, TopologicalOrder
+from plait.spec.schedule import SEND, Action, Schedule
 
 
 def shared_times(

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from plait.schedule.readiness import Edges, RankAction, needs
-from plait.spec.action import RECV, REDUCE, SEND, STEP, Action
-from plait.spec.schedule import Schedule
+from plait.spec.schedule import RECV, REDUCE, SEND, STEP, Action, Schedule
 
 
 def add_transfers(schedule: Schedule, edges: Edges) -> Schedule:

@@ -1,6 +1,7 @@
-"""Rules by which ranks decide, one action after the other, what a schedule with split backwards does.
+"""Rules by which ranks decide, one action after the other, what a schedule with split backwards does, and a search
+through them for the schedule that has the least bubble within a memory limit, for given times.
 
-Two families. Both respect a memory limit, and what they choose is searched (schedule/zero_bubble_search.py).
+Two families of rules. Both respect a memory limit.
 
     alternating    Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 3.1. Before the first backward a rank
                    runs as many forwards as memory and the time that is left allow. Then a forward and a backward take
@@ -9,6 +10,8 @@ Two families. Both respect a memory limit, and what they choose is searched (sch
                    next, and may leave one out where it is two ahead
     in_time        in the order of time: a backward for inputs as soon as its gradient is there; else a forward, if
                    memory allows; else a weight part, which fills the wait
+
+The search gives the paper's ZB-1p in the memory of 1F1B, and its ZB-2p in twice that.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from plait.spec.action import BACKWARD, FORWARD, WEIGHT, Action
+from plait.errors import PlanError
+from plait.schedule.action_builder import round_robin
+from plait.spec.schedule import BACKWARD, FORWARD, WEIGHT, Action, Schedule
 
 _FRACTIONS = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)  # of an action's time
 _ROUNDING = 1e-9
@@ -270,3 +275,34 @@ class _InTime:
             self.weights[rank] += 1
         self.actions[rank].append(Action(kind, micro))
         return end
+
+
+def search_zero_bubble(
+    stages: Sequence[StageSeconds],
+    transfer: float,
+    num_micro: int,
+    limit: float,
+    kept: float = 1.0,
+    rules: Sequence[ScheduleRules] = (alternating, in_time),
+) -> Schedule:
+    """The schedule with the least cost that is found.
+
+    Args:
+        stages: the times of each stage; a rank has one.
+        transfer: seconds between neighbours.
+        num_micro: microbatches.
+        limit: the most that a rank holds, in activations of microbatches.
+        kept: the fraction of a microbatch's activations that stays from its backward for inputs to its weight part.
+        rules: by which ranks decide; `(alternating,)` are those of the paper.
+
+    Raises PlanError for a limit below the number of ranks, and for times that are negative or not finite.
+    """
+    if limit < len(stages):
+        raise PlanError(f"a limit of {limit} microbatches for {len(stages)} ranks; give {len(stages)} or more")
+    times = [part for stage in stages for part in (stage.forward, stage.inputs, stage.weight)]
+    if not all(0 <= part < math.inf for part in (*times, transfer)):
+        raise PlanError(f"stages of {times} seconds and transfers of {transfer}; each is 0 or more, and finite")
+    task = ScheduleTask(stages, transfer, num_micro, limit, kept)
+    found = [each for one in rules for each in one(task)]
+    _, actions = min(found, key=lambda each: each[0])
+    return Schedule("zb-search", num_micro, round_robin(len(stages)), tuple(map(tuple, actions)))

@@ -21,7 +21,7 @@ class Section(BaseModel):
 
 
 class OpenSection(Section):
-    """A table whose further keys are arguments of what it names, checked against the signature (job/references.py)."""
+    """A table whose further keys are arguments of what it names, checked against the signature (job/from_config.py)."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 

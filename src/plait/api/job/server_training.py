@@ -30,10 +30,9 @@ from plait.engine.checkpoint.storage import folder_of
 from plait.engine.checkpoint.write import clean
 from plait.engine.trace_folder import write_plan
 from plait.integrations.ray_servers.full_model import FullModel
-from plait.integrations.ray_servers.make_job import make_job
 from plait.integrations.ray_servers.messages import Progress
 from plait.integrations.ray_servers.ray_cluster import check_installed, cluster
-from plait.integrations.ray_servers.server_job import Job, check_plan
+from plait.integrations.ray_servers.server_job import Job, check_plan, make_job
 from plait.integrations.ray_servers.supervisor import RunSupervisor
 from plait.plan.plan import Plan
 

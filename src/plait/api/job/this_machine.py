@@ -98,7 +98,7 @@ def auto_plan(path: Path, text: str, processes: int | None, changes: Sequence[st
     """
     from plait.api.job.config import load_config
     from plait.api.job.from_config import check_job
-    from plait.api.job.plan_command import plan_config
+    from plait.api.job.prediction_commands import plan_config
 
     if under_launcher():
         raise PlanError("--plan auto plans before ranks are started; give the plan that `plait plan` prints")

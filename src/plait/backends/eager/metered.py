@@ -9,9 +9,8 @@ import torch
 from torch.fx import Graph, Node
 
 from plait.backends.eager.collectives import world_of
-from plait.compile.ir.calls import copy_graph, is_item, op_spec_of, output_node
+from plait.compile.ir.calls import copy_graph, is_item, is_view, op_spec_of, output_node, writes_in_place
 from plait.compile.ir.node_info import info_of
-from plait.compile.ir.views import is_view, writes_in_place
 from plait.cost.memory_model import ACTIVATIONS, GRADIENTS, PARAMETERS
 
 aten = torch.ops.aten

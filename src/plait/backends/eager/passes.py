@@ -19,7 +19,6 @@ from torch.fx import Graph
 from plait.backends.eager.collectives import bind_world
 from plait.backends.eager.rewrites.bucket_gradients import bucket_gradients
 from plait.backends.eager.rewrites.dead_values import pop_dead_values, reuse_dead_operands
-from plait.backends.eager.rewrites.gather_ahead import bucket_gathers
 from plait.backends.eager.rewrites.offload_rewrites import (
     fetch_parameters,
     fetch_sums,
@@ -27,9 +26,10 @@ from plait.backends.eager.rewrites.offload_rewrites import (
     stash_activations,
 )
 from plait.backends.eager.rewrites.overlap import overlap
+from plait.backends.eager.rewrites.read_ahead import bucket_gathers
 from plait.compile.capture.precision import DTYPES
 from plait.compile.ir.calls import copy_graph
-from plait.compile.ir.gc_paused import collection_paused
+from plait.compile.ir.rewriting import collection_paused
 from plait.compile.pass_base import Pass, Watcher, run_passes
 from plait.compile.rank_program import RankProgram, StepGraph
 from plait.plan.sharding_plan import DEVICE, Gather

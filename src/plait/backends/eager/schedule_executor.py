@@ -26,8 +26,7 @@ from plait.comm.protocol import Comm, Work
 from plait.compile.stages.stage_graphs import Value, edges_of
 from plait.schedule.in_flight import completed_sends
 from plait.schedule.readiness import Cell
-from plait.spec.action import BACKWARD, FORWARD, RECV, REDUCE, SEND, STEP, WEIGHT, Action
-from plait.spec.schedule import Schedule
+from plait.spec.schedule import BACKWARD, FORWARD, RECV, REDUCE, SEND, STEP, WEIGHT, Action, Schedule
 
 
 class Runner(Protocol):

@@ -18,9 +18,16 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from plait.backends.inductor.regions import FusedRegion, Step, functional
-from plait.compile.ir.calls import is_item, is_tensor, output_node, output_values, placeholders
+from plait.compile.ir.calls import (
+    is_item,
+    is_tensor,
+    is_view,
+    output_node,
+    output_values,
+    placeholders,
+    writes_in_place,
+)
 from plait.compile.ir.node_info import NodeInfo, describe, info_of
-from plait.compile.ir.views import is_view, writes_in_place
 from plait.compile.ops import OpSpec, register
 
 RunRegion = Callable[[list[Tensor]], Sequence[Tensor]]

@@ -24,9 +24,17 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from plait.compile.ir.calls import is_item, is_tensor, op_spec_of, output_node, output_values
+from plait.compile.ir.calls import (
+    is_item,
+    is_tensor,
+    is_view,
+    op_spec_of,
+    output_node,
+    output_values,
+    view_of,
+    writes_in_place,
+)
 from plait.compile.ir.node_info import info_of
-from plait.compile.ir.views import is_view, view_of, writes_in_place
 from plait.compile.ops import View
 from plait.plan.key_values import Recompute
 from plait.plan.legality import layer_of

@@ -1,4 +1,4 @@
-"""An optimizer's update as a function of jax arrays."""
+"""An optimizer's update of each element of a parameter: a program of ATen ops of no shape, and as a function of jax."""
 
 from __future__ import annotations
 
@@ -7,12 +7,52 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import torch
 
-from plait.backends.xla.element_program import GRADIENT, PARAMETER, ElementProgram, ProgramValue, StepNumber
+from plait.backends.xla.graph_function import is_lowered
 from plait.backends.xla.lowerings import LOWERINGS
 from plait.backends.xla.lowerings.table import Result, jax_dtype
-from plait.backends.xla.simpler_ops import is_lowered
 from plait.errors import PlanError, Refusal
+
+PARAMETER, GRADIENT = "parameter", "gradient"
+
+
+@dataclass(frozen=True)
+class ProgramValue:
+    """A tensor of a program, by its number: first its inputs, then the results of its calls."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class StepNumber:
+    """A number that comes with each step, by its place among those of the program."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class UpdateCall:
+    """A call of a functional ATen op. Its result is the program's next value, of this dtype."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ElementProgram:
+    """The update of one kind of parameter.
+
+    inputs   what the first values are: PARAMETER, GRADIENT, or a key of the optimizer's state
+    calls    in order
+    outputs  the value that each of PARAMETER and the keys of the state has after the step
+    """
+
+    inputs: tuple[str, ...]
+    calls: tuple[UpdateCall, ...]
+    outputs: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""Tensors of torch as arrays of jax, and back."""
+"""Tensors of torch as arrays of jax, and back, and the settings of jax under which plait computes, for one thread."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -47,3 +49,14 @@ def put(tensor: Tensor, sharding: jax.sharding.Sharding) -> jax.Array:
     """A copy of a tensor on the devices of a sharding."""
     array: jax.Array = jax.device_put(to_numpy(tensor), sharding)
     return array
+
+
+@contextmanager
+def as_in_torch() -> Iterator[None]:
+    """Context in which dtypes and products are those of PyTorch.
+
+    Integers have 64 bits and float64 is there, and float32 is multiplied as float32, where a TPU would by default take
+    bfloat16. A user's own jax code is not affected.
+    """
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        yield

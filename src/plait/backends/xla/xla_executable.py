@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.fx import Graph
 
 from plait.backends.backend import StepResult, Update
-from plait.backends.xla.activation_shardings import Constrained
-from plait.backends.xla.jax_arrays import put, to_torch
-from plait.backends.xla.mesh_shardings import MeshShardings, ParameterShardings
-from plait.backends.xla.settings import as_in_torch
+from plait.backends.xla.jax_arrays import as_in_torch, put, to_torch
+from plait.backends.xla.mesh_shardings import Constrained, MeshShardings, ParameterShardings
 from plait.backends.xla.xla_step import Arrays, Found, Inputs, XlaStep
 from plait.compile.capture.captured import Captured
 from plait.compile.capture.loss_values import LossPart, Outputs
@@ -50,7 +48,7 @@ class DeviceCopies:
 
 class XlaExecutable:
     """The Executable of a captured step. `run_step` has the parameters, and takes the gradients; `constrain` gives the
-    graph of the step with constraints (activation_shardings.py)."""
+    graph of the step with constraints (mesh_shardings.py)."""
 
     collective_order = ""
 

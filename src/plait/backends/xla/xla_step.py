@@ -21,10 +21,9 @@ from jax import lax
 from torch.fx import Graph
 
 from plait.backends.xla.element_update import StateArrays, UpdateOfKind, updated
-from plait.backends.xla.graph_function import GraphFunction
+from plait.backends.xla.graph_function import GraphFunction, simplified
 from plait.backends.xla.lowerings.table import jax_dtype
 from plait.backends.xla.mesh_shardings import ParameterShardings
-from plait.backends.xla.simpler_ops import simplified
 from plait.compile.capture.captured import Captured
 from plait.compile.ir.calls import output_node
 
@@ -92,7 +91,7 @@ class XlaStep:
         captured: the step of one microbatch, on global shapes.
         num_micro: the number of microbatches.
         placed: the shardings of the parameters.
-        graph: the step's graph with constraints, and their shardings by name (activation_shardings.py).
+        graph: the step's graph with constraints, and their shardings by name (mesh_shardings.py).
 
     Raises PlanError for an op that cannot be lowered.
     """

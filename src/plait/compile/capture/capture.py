@@ -25,7 +25,7 @@ from plait.compile.capture.batch import (
     sequence_dims,
 )  # fmt: skip
 from plait.compile.capture.batch_numbers import BatchNumbers
-from plait.compile.capture.capture_errors import capture_error, users_line
+from plait.compile.capture.capture_errors import capture_error, not_communicating, users_line
 from plait.compile.capture.captured import Captured, Input, Output
 from plait.compile.capture.cleanup import clean, copy_inputs, functionalise
 from plait.compile.capture.expert_modules import ExpertModules
@@ -42,18 +42,16 @@ from plait.compile.capture.loss_values import RATIO, Loss, read_loss, sum_alone
 from plait.compile.capture.masked_indexing import Selections
 from plait.compile.capture.masked_rows import functions_take_whole_rows
 from plait.compile.capture.module_hooks import BackwardModules, ForwardModules, modules_stay, plain_kernels
-from plait.compile.capture.other_processes import not_communicating
 from plait.compile.capture.outside_tensors import Outside, check_leaves, sparse_gradient
-from plait.compile.capture.parameter_precision import changes_copy, place_casts
 from plait.compile.capture.parts_left_out import COUNTS
-from plait.compile.capture.precision import FULL, Precision
-from plait.compile.capture.random_sources import nothing_drawn
+from plait.compile.capture.precision import FULL, Precision, changes_copy, place_casts
+from plait.compile.capture.python_state import nothing_drawn
 from plait.compile.capture.reachable import Reached
 from plait.compile.capture.reentrant_checkpoint import without_reentrance
-from plait.compile.ir.gc_paused import collection_paused
+from plait.compile.ir.rewriting import collection_paused
 from plait.compile.ir.shapes import StepMode
+from plait.compile.ops.dropped_attention import DrawnDropout
 from plait.compile.ops.higher_order import WrittenOut
-from plait.compile.ops.sdpa_with_dropout import DrawnDropout
 from plait.errors import BatchError, CaptureError, LossError, PlanError
 
 LossFn = Callable[[Any, Any], Any]

@@ -1,4 +1,7 @@
-"""Errors of a capture: the line of the user's code that stopped it, and the reason in one sentence."""
+"""Errors of a capture: the line of the user's code that stopped it, and the reason in one sentence.
+
+Code that communicates with other processes by itself is one reason: model and loss are the code of one device.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import linecache
 import os
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -15,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from plait.compile.ops import op_spec
-from plait.errors import CaptureError
+from plait.errors import CaptureError, PlanError, Refusal
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PLAIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -132,3 +136,28 @@ def _reason(error: Exception, in_expert_loop: bool) -> str:
         )
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"
+
+
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")  # namespaces of ops
+_ALONE = "model, loss and optimizer are those of one device, which is in no process group, and plait spreads the step"
+
+
+@contextmanager
+def not_communicating(where: Callable[[BaseException], str]) -> Iterator[None]:
+    """Context that raises PlanError for code that needs a process group where there is none.
+
+    `where` names the code that has raised an exception.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if (frames := traceback.extract_tb(error.__traceback__)) and frames[-1].name == "_get_default_group":
+            raise communicates(where(error)) from error
+        raise
+
+
+def communicates(where: str) -> PlanError:
+    """The error for code that asks for other processes, or exchanges values with them."""
+    what = f"{where} communicates with other processes through torch.distributed"
+    instead = 'leave it out, or put it under "if torch.distributed.is_initialized():"'
+    return PlanError(Refusal(what, _ALONE, instead))

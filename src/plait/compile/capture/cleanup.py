@@ -16,11 +16,10 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from plait.compile.capture.graph_recorder import GraphRecorder
-from plait.compile.ir.calls import drop_dead_calls, is_item, op_spec_of, output_node
+from plait.compile.ir.calls import drop_dead_calls, is_item, is_view, op_spec_of, output_node
 from plait.compile.ir.node_info import info_of
 from plait.compile.ir.rewriting import swaps
 from plait.compile.ir.shapes import frozen
-from plait.compile.ir.views import is_view
 from plait.compile.ops import View
 from plait.compile.ops.draw import draw
 from plait.compile.ops.experts import EXPERT_OUTER

@@ -31,10 +31,9 @@ from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.loop_state import LoopState, calls_since, is_settled, last_call
 from plait.compile.capture.masked_rows import Addition, dynamic
 from plait.compile.capture.parts_left_out import Condition, ConditionalUses, Truth
-from plait.compile.ir.calls import is_tensor, op_spec_of, tensor_inputs
+from plait.compile.ir.calls import is_tensor, op_spec_of, tensor_inputs, writes_in_place
 from plait.compile.ir.rewriting import same_order
 from plait.compile.ir.samples import bound_of, known_value, sample_ids, signature, whole_numbers
-from plait.compile.ir.views import writes_in_place
 from plait.compile.ops.draw import draw
 from plait.compile.ops.experts import IDS
 

@@ -32,10 +32,9 @@ from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.loop_state import LoopState, Totals, calls_since, check_loop, is_settled, last_call
 from plait.compile.capture.masked_rows import Addition, Owner, Selected, UnknownCount, dynamic
 from plait.compile.capture.parts_left_out import Condition
-from plait.compile.ir.calls import is_item, is_tensor, op_spec_of, tensor_inputs
+from plait.compile.ir.calls import is_item, is_tensor, op_spec_of, tensor_inputs, writes_in_place
 from plait.compile.ir.rewriting import same_order
 from plait.compile.ir.samples import bound_of, computes_same, holds_for_samples, known_value, whole_numbers
-from plait.compile.ir.views import writes_in_place
 from plait.compile.ops.draw import draw
 
 _MOST_STEPS = 64  # from the experts of rows to a mask

@@ -21,10 +21,9 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from plait.compile.capture.capture_errors import source_line, users_frame
+from plait.compile.capture.capture_errors import COLLECTIVES, communicates, source_line, users_frame
 from plait.compile.capture.fake_parameters import is_real
 from plait.compile.capture.late_values import known_value
-from plait.compile.capture.other_processes import COLLECTIVES, communicates
 from plait.compile.ir.calls import append_call
 from plait.compile.ir.node_info import NodeInfo, describe
 from plait.compile.ir.shapes import ShapeMemo, fake_of, spec_of, view_on_meta

@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from plait.compile.capture.branches import Part, forced_branch, instruction_of, part_left_out
 from plait.compile.capture.capture_errors import source_line, users_frame
 from plait.compile.capture.log_only import branch_without_output, is_shown
-from plait.compile.ops.bags import by_lookup
-from plait.compile.ops.ctc import with_lengths
+from plait.compile.ops.index import by_lookup
+from plait.compile.ops.loss import with_lengths
 
 UNKNOWN = "?"  # how a number prints that is known only when the step runs
 _MAX_STEPS = 400  # calls to run in order to know a value

@@ -16,7 +16,7 @@ from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.masked_rows import dynamic
 from plait.compile.capture.python_state import MISSING
 from plait.compile.capture.reachable import Reached
-from plait.compile.ir.views import is_view, writes_in_place
+from plait.compile.ir.calls import is_view, writes_in_place
 
 _BETWEEN = ("CACHE", "EXTENDED_ARG")  # instructions that do nothing
 _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR

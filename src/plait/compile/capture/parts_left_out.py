@@ -24,9 +24,8 @@ from torch.fx import Node
 
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.masked_rows import dynamic
-from plait.compile.ir.calls import tensor_inputs
+from plait.compile.ir.calls import is_cast, is_view, tensor_inputs
 from plait.compile.ir.node_info import info_of
-from plait.compile.ir.views import is_cast, is_view
 
 COUNTS = "plait.counts_of_parts"  # the name of the output that has the counts
 

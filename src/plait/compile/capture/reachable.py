@@ -38,9 +38,9 @@ from plait.compile.capture.python_state import (
     NamesHolder,
     ProxyHolder,
     SetHolder,
+    is_source,
     put_bytes_back,
 )  # fmt: skip
-from plait.compile.capture.random_sources import is_source
 from plait.compile.ir.dtypes import other_format
 
 PLAIN = (

@@ -22,9 +22,9 @@ from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.loop_state import calls_since
 from plait.compile.capture.masked_rows import Owner, Selected, dynamic
 from plait.compile.capture.parts_left_out import Condition
+from plait.compile.ir.calls import writes_in_place
 from plait.compile.ir.rewriting import root_of
 from plait.compile.ir.samples import bound_of, computes_same
-from plait.compile.ir.views import writes_in_place
 
 
 class UnrolledLoop(ExpertLoop):

@@ -7,9 +7,16 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from plait.compile.ir.calls import call_of, num_bytes, op_spec_of, output_values, tensor_inputs
+from plait.compile.ir.calls import (
+    call_of,
+    is_view,
+    num_bytes,
+    op_spec_of,
+    output_values,
+    tensor_inputs,
+    writes_in_place,
+)
 from plait.compile.ir.dtypes import torch_name
-from plait.compile.ir.views import is_view, writes_in_place
 from plait.cost.op_time import op_time
 from plait.spec.cluster import DeviceSpec
 

@@ -1,9 +1,14 @@
-"""Shared by the passes that rewrite a graph: new calls with their values, and the order of a value's elements."""
+"""Shared by the passes that rewrite a graph: new calls with their values, the order of a value's elements, and a pause
+of garbage collection, in which a graph is built.
+"""
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -158,3 +163,26 @@ class Axes:
         for one, parts in splits.items():
             self.start = [tuple(p for each in dim for p in (parts if each == one else (each,))) for dim in self.start]
         return True
+
+
+_lock = threading.Lock()
+_num_inside = 0
+_was_enabled = False
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pause it within the context; if several threads are inside, until the last one leaves."""
+    global _num_inside, _was_enabled
+    with _lock:
+        if _num_inside == 0:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _num_inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_inside -= 1
+            if _num_inside == 0 and _was_enabled:
+                gc.enable()

@@ -28,8 +28,8 @@ from plait.compile.ops.base import (
     state,
 )
 from plait.compile.ops.draw import draw
+from plait.compile.ops.dropped_attention import DrawnDropout
 from plait.compile.ops.higher_order import WrittenOut
-from plait.compile.ops.sdpa_with_dropout import DrawnDropout
 from plait.errors import CaptureError
 
 aten = torch.ops.aten

@@ -18,10 +18,18 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch.fx import Graph, Node
 
-from plait.compile.ir.calls import copy_graph, drop_dead_calls, output_node, placeholders
+from plait.compile.ir.calls import (
+    copy_graph,
+    drop_dead_calls,
+    is_cast,
+    is_fresh,
+    is_whole_view,
+    output_node,
+    own_memory,
+    placeholders,
+)
 from plait.compile.ir.dtypes import dtype_name
 from plait.compile.ir.node_info import NodeInfo, describe, info_of
-from plait.compile.ir.views import is_cast, is_fresh, is_whole_view, own_memory
 from plait.compile.passes.zero import gives_part, is_sum, narrow_parameters
 from plait.compile.rank_program import StepGraph
 

@@ -17,14 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from plait.compile.ir.calls import is_item, op_spec_of, placeholders, tensor_inputs
+from plait.compile.ir.calls import is_item, op_spec_of, placeholders, tensor_inputs, view_of
 from plait.compile.ir.node_info import info_of
 from plait.compile.ir.rewriting import Axes, dims_from, in_shape, root_of, same_order, swaps, take_place, write
-from plait.compile.ir.views import view_of
 from plait.compile.ops import RowAccess
 from plait.compile.ops.experts import EXPERT_ADDMM, EXPERT_MM, EXPERT_OUTER, EXPERT_ROWS, EXPERT_SUMS
-from plait.compile.passes.row_numbers import access_of, repeat_rows, without_row_numbers
-from plait.compile.passes.sorted_rows import RowGroups, rows_in_order
+from plait.compile.passes.sorted_rows import RowGroups, access_of, repeat_rows, rows_in_order, without_row_numbers
 
 aten = torch.ops.aten
 

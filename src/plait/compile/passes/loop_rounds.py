@@ -17,8 +17,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from plait.compile.ir.calls import is_item, is_tensor, op_spec_of, output_values
-from plait.compile.ir.views import writes_in_place
+from plait.compile.ir.calls import is_item, is_tensor, op_spec_of, output_values, writes_in_place
 
 aten = torch.ops.aten
 EDGES = 2  # of how many rounds of a loop a value may be read by itself

@@ -14,10 +14,9 @@ from collections.abc import Collection, Iterable
 
 from torch.fx import Graph, Node
 
-from plait.compile.ir.calls import drop_dead_calls, num_bytes, op_spec_of, output_values
+from plait.compile.ir.calls import drop_dead_calls, is_cast, is_view, num_bytes, op_spec_of, output_values
 from plait.compile.ir.estimate import seconds_of
 from plait.compile.ir.node_info import info_of, is_backward, is_forward, set_info
-from plait.compile.ir.views import is_cast, is_view
 from plait.compile.ops import CollectiveKind
 from plait.compile.ops.dims import HALF
 from plait.errors import PlanError, Refusal

@@ -26,7 +26,7 @@ from plait.compile.ir.node_info import describe, info_of, is_backward, is_forwar
 from plait.compile.ops import op_spec
 from plait.compile.ops.dims import pointwise_factors
 from plait.compile.ops.linear_scan import linear_scan, state_at
-from plait.compile.passes.loop_ends import Gathered, GradientSum, gathers
+from plait.compile.passes.loop_ends import Gathered, GradientSum, gathers, stack_writes
 from plait.compile.passes.loop_rounds import (
     EDGES,
     ZERO,
@@ -40,7 +40,6 @@ from plait.compile.passes.loop_rounds import (
     reads_alone,
     whole_loops,
 )
-from plait.compile.passes.loop_writes import stack_writes
 from plait.compile.sharding.decompose import decompose_node, tracing
 
 aten = torch.ops.aten

@@ -3,7 +3,8 @@
 The search follows the output dim of each weight through the forward graph. If the dim reaches another weight that
 contracts it, and no op on the way needs it whole, the two are a column-parallel and a row-parallel weight (Shoeybi et
 al. 2019, "Megatron-LM"). Examples are an MLP, two convolutions, and attention, where the other inputs on the way (keys,
-values, biases) are sharded too. A weight whose path ends in a softmax loss is that of a vocabulary.
+values, biases) are sharded too. A weight whose path ends in a softmax loss is that of a vocabulary. No weight is kept
+whole for auxiliary calls, on which neither the loss nor a gradient depends.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from plait.compile.ir.calls import is_item, op_spec_of, placeholders, tensor_inputs
-from plait.compile.ir.node_info import info_of, is_forward
-from plait.compile.ir.views import view_of
+from plait.compile.capture.captured import Captured
+from plait.compile.ir.calls import is_item, op_spec_of, output_node, placeholders, tensor_inputs, view_of
+from plait.compile.ir.node_info import info_of, is_forward, set_info
 from plait.compile.ops import View
 from plait.compile.ops.view import view_groups
 from plait.compile.sharding.narrow_gathers import by_width, condition, with_gathers
@@ -252,3 +253,40 @@ def auto_sharding(
             )
         )
     return found, made.reasons, made.gathered
+
+
+def mark_auxiliary(graph: Graph, captured: Captured) -> None:
+    """Mark calls that only outputs beside the loss need, and updates of buffers from weights. Changes `graph`."""
+    _mark_buffer_updates(graph, [i for i, o in enumerate(captured.outputs) if o.kind == "buffer"])
+    results = output_node(graph).args[0]
+    stack = [
+        result
+        for output, result in zip(captured.outputs, results, strict=True)  # type: ignore[arg-type]
+        if output.kind not in ("aux", "aux_weight") and isinstance(result, Node)
+    ]
+    needed = set(stack)
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source not in needed:
+                needed.add(source)
+                stack.append(source)
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in needed:
+            set_info(node, auxiliary=True)
+
+
+def _mark_buffer_updates(graph: Graph, outputs: list[int]) -> None:
+    """Mark calls on buffers and parameters alone that compute a buffer's new value, such as a mean of weights."""
+    from_batch: set[Node] = set()
+    for node in graph.nodes:
+        if info_of(node).kind == "batch" or any(source in from_batch for source in node.all_input_nodes):
+            from_batch.add(node)
+    (results,) = output_node(graph).args
+    stack = [results[i] for i in outputs]  # type: ignore[index]
+    marked: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if isinstance(node, Node) and node.op == "call_function" and node not in from_batch | marked:
+            set_info(node, auxiliary=True)
+            marked.add(node)
+            stack += node.all_input_nodes

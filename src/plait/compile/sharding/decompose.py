@@ -11,9 +11,8 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from plait.compile.ir.calls import is_item, is_tensor, output_values
+from plait.compile.ir.calls import is_item, is_tensor, output_values, view_of
 from plait.compile.ir.shapes import ProcessMemo, fake_of, fakes_of, frozen, spec_of, specs_of
-from plait.compile.ir.views import view_of
 from plait.compile.ops import View
 
 tracing = threading.RLock()  # make_fx changes torch itself while it traces

@@ -20,6 +20,7 @@ from plait.compile.ir.calls import (
     call_of,
     is_item,
     is_tensor,
+    is_whole_view,
     op_spec_of,
     output_node,
     output_values,
@@ -28,7 +29,6 @@ from plait.compile.ir.calls import (
 )  # fmt: skip
 from plait.compile.ir.node_info import info_of
 from plait.compile.ir.shapes import ProcessMemo, frozen, spec_of
-from plait.compile.ir.views import is_whole_view
 from plait.compile.ops import Call, OpSpec, Strategy, TensorSpec, View, strategies_of
 from plait.compile.sharding.decompose import decompose_node
 from plait.compile.sharding.deferred_sums import DeferredSums

@@ -16,9 +16,17 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from plait.compile.ir.calls import call_of, is_item, num_bytes, op_spec_of, output_values, placeholders, tensor_inputs
+from plait.compile.ir.calls import (
+    call_of,
+    is_item,
+    num_bytes,
+    op_spec_of,
+    output_values,
+    placeholders,
+    tensor_inputs,
+    view_of,
+)
 from plait.compile.ir.node_info import info_of, is_forward
-from plait.compile.ir.views import view_of
 from plait.compile.ops import Call, Strategy, View, strategies_of
 from plait.compile.sharding.propagate import fits
 from plait.spec.layout import REPLICATE, Partial, Placement, Replicate, Shard, divides

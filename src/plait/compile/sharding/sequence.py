@@ -17,6 +17,7 @@ from plait.compile.ir.calls import (
     call_of,
     copy_graph,
     is_item,
+    is_view,
     num_bytes,
     op_spec_of,
     output_node,
@@ -25,7 +26,6 @@ from plait.compile.ir.calls import (
     tensor_inputs,
 )
 from plait.compile.ir.node_info import describe, info_of, is_forward
-from plait.compile.ir.views import is_view
 from plait.compile.ops import Call, comm_ops
 from plait.compile.ops.context_attention import attends_causally, attention_kind
 from plait.compile.sharding.propagate import Propagation, only_leaves, propagate

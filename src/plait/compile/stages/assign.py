@@ -16,10 +16,19 @@ import torch
 from torch.fx import Graph, Node
 
 from plait.compile.capture.captured import Output
-from plait.compile.ir.calls import is_item, is_tensor, num_bytes, op_spec_of, output_node, placeholders
+from plait.compile.ir.calls import (
+    is_cast,
+    is_item,
+    is_tensor,
+    is_view,
+    may_alias,
+    num_bytes,
+    op_spec_of,
+    output_node,
+    placeholders,
+)
 from plait.compile.ir.estimate import flops_of, seconds_of
 from plait.compile.ir.node_info import info_of, is_backward, position_of, set_info, stage_of
-from plait.compile.ir.views import is_cast, is_view, may_alias
 from plait.compile.ops import comm_ops
 from plait.compile.ops.draw import draw
 from plait.errors import PlanError, Refusal

@@ -11,9 +11,8 @@ import torch
 from torch.fx import Graph, Node
 
 from plait.compile.capture.captured import Captured
-from plait.compile.ir.calls import is_tensor, placeholders
+from plait.compile.ir.calls import is_tensor, may_alias, placeholders, view_anew
 from plait.compile.ir.node_info import describe, info_of, is_backward
-from plait.compile.ir.views import may_alias, view_anew
 from plait.compile.stages.assign import complete_places, follow_readers, place_in_stages, repeatable, stages_from
 from plait.compile.stages.stage_graphs import StageGraphs, split_cells
 from plait.errors import PlanError, Refusal
@@ -24,10 +23,9 @@ from plait.schedule.check import check_schedule
 from plait.schedule.families import make_replicated, make_schedule
 from plait.schedule.readiness import Cell
 from plait.schedule.transfers import add_transfers, add_updates
-from plait.spec.action import FORWARD, WEIGHT, Action
 from plait.spec.cluster import Cluster
 from plait.spec.layout import Layout, Only, Placement
-from plait.spec.schedule import Schedule
+from plait.spec.schedule import FORWARD, WEIGHT, Action, Schedule
 
 aten = torch.ops.aten
 

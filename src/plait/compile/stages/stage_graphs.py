@@ -25,11 +25,11 @@ from plait.compile.ir.calls import (
     num_bytes,
     op_spec_of,
     output_node,
+    own_memory,
     placeholders,
     tensor_inputs,
 )
 from plait.compile.ir.node_info import describe, info_of, is_backward, set_info, stage_of
-from plait.compile.ir.views import own_memory
 from plait.compile.ops import CollectiveKind
 from plait.compile.stages.assign import base_of
 from plait.schedule.readiness import Cell, Edges

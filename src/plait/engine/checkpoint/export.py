@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from plait.engine.checkpoint.checkpoint_folders import check_files, newest
-from plait.engine.checkpoint.compatibility import MODEL, saved_model
-from plait.engine.checkpoint.manifest import Manifest
+from plait.engine.checkpoint.manifest import MODEL, Manifest, saved_model
 from plait.engine.checkpoint.safetensor import write_header
 from plait.engine.checkpoint.source import INDEX, SINGLE, Source, Wanted
 from plait.engine.checkpoint.storage import Folder, Location, folder_of

@@ -19,10 +19,14 @@ from plait.compile.ir.dtypes import torch_name
 from plait.engine.checkpoint import random_state, replica_state
 from plait.engine.checkpoint.barrier import Barrier
 from plait.engine.checkpoint.checkpoint_folders import check_files, has_checkpoints, newest, older_than
-from plait.engine.checkpoint.compatibility import (
+from plait.engine.checkpoint.json_values import Count, Text, Whole, checked, decode, tensor_names
+from plait.engine.checkpoint.local_shards import is_away
+from plait.engine.checkpoint.manifest import (
     EMA,
     MODEL,
+    NAME,
     STATE,
+    Manifest,
     Shapes,
     check_model,
     check_optimizer,
@@ -30,9 +34,6 @@ from plait.engine.checkpoint.compatibility import (
     saved_model,
     saved_state,
 )
-from plait.engine.checkpoint.json_values import Count, Text, Whole, checked, decode, tensor_names
-from plait.engine.checkpoint.local_shards import is_away
-from plait.engine.checkpoint.manifest import NAME, Manifest
 from plait.engine.checkpoint.snapshot import (
     expected_state,
     persistent_buffers,

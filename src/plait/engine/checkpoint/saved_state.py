@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.checkpoint import random_state, replica_state, write
-from plait.engine.checkpoint.compatibility import EMA, MODEL, STATE
 from plait.engine.checkpoint.local_shards import Kept, LocalShard, is_away
-from plait.engine.checkpoint.saver import Saver
+from plait.engine.checkpoint.manifest import EMA, MODEL, STATE
 from plait.engine.checkpoint.snapshot import group_options, persistent_of, state_layout
 from plait.engine.checkpoint.storage import Location
-from plait.engine.checkpoint.write import State
+from plait.engine.checkpoint.write import Saver, State
 from plait.engine.train_state import TrainState
 from plait.errors import CheckpointError
 from plait.optim.combined import own_values, tensors_outside_state, title_of

@@ -6,20 +6,26 @@ rank 0 the manifest.
 The manifest is written last and atomically: a save that is killed leaves files that no manifest names, which the next
 save removes. Each element of a tensor is written by one rank; every rank computes alone which, and no collective is
 involved. On several machines, all must see the same folder.
+
+A save in the background runs alone. Its error is raised by the next save, step or close.
 """
 
 from __future__ import annotations
 
+import atexit
 import bisect
 import contextlib
 import functools
 import json
 import re
+import sys
 import threading
 import time
 import uuid
+import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,9 +42,76 @@ from plait.engine.checkpoint.json_values import encode
 from plait.engine.checkpoint.local_shards import LocalShard, WrittenPiece, pieces
 from plait.engine.checkpoint.manifest import BLOCK, NAME, FileEntry, Manifest, saved_at
 from plait.engine.checkpoint.safetensor import Entry, check_dtype, write_header
-from plait.engine.checkpoint.saver import Saver
 from plait.engine.checkpoint.storage import Folder, Location, NewFile, folder_of
 from plait.errors import CheckpointError
+
+
+class Saver:
+    """The background saves of one trainer. It keeps the host memory that tensors are copied into, for the next save."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._done = threading.Event()
+        self._done.set()
+        self._error: CheckpointError | None = None
+        self._barrier: Barrier | None = None
+        self._memory: list[Tensor] = []
+        atexit.register(_report, weakref.ref(self))
+
+    def memory(self, index: int, num_bytes: int, pinned: bool) -> Tensor:
+        """Page memory for file `index` of a save; reused from earlier saves if it is large enough."""
+        while len(self._memory) <= index:
+            self._memory.append(page_memory(0))
+        if self._memory[index].numel() < num_bytes:
+            self._memory[index] = page_memory(0)  # free the old memory first
+            self._memory[index] = page_memory(num_bytes, pinned)
+        return self._memory[index]
+
+    def start(self, barrier: Barrier, save: Callable[[], None], after: Callable[[], None]) -> None:
+        """Run `save`, and `after` if it succeeds, in a thread that the process waits for before it exits."""
+        if self._thread is not None:
+            self._thread.join()
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                save()
+            except CheckpointError as error:
+                self._error = error
+            except Exception as error:
+                self._error = CheckpointError(f"a save failed: {type(error).__name__}: {error}")
+            finally:
+                failed = self._error is not None
+                done.set()
+            if not failed:
+                after()
+
+        self._barrier, self._done = barrier, done
+        self._thread = threading.Thread(target=run, name="plait saver")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the save in flight. Raises CheckpointError, which names the file, if it failed."""
+        if not self._done.is_set():
+            barrier = self._barrier
+            with nullcontext() if barrier is None else barrier.waiting():
+                self._done.wait()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def check(self, step: int) -> None:
+        """Raise the error of a failed save. Called before every step; all ranks raise at the same step."""
+        if self._error is not None and self._barrier is not None and self._barrier.raise_together(step):
+            self.wait()
+
+
+def _report(reference: weakref.ref[Saver]) -> None:
+    """Print the error of the last save at the end of a process that has not asked for it."""
+    saver = reference()
+    if saver is not None and saver._error is not None:
+        print(f"plait: {saver._error}", file=sys.stderr)
+
 
 KEEP = 2
 _OURS = re.compile(r"\.?(part|record)-\d{5}-.*|\.manifest\.json\.aside")

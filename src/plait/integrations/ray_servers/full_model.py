@@ -15,14 +15,13 @@ from torch import nn
 
 from plait.compile.ir.dtypes import torch_name
 from plait.engine.checkpoint import load, saved_state
-from plait.engine.checkpoint.saver import Saver
+from plait.engine.checkpoint.write import Saver
 from plait.errors import CheckpointError
 from plait.integrations.ray_servers.arrays import dtype_of, packed, to_array, to_tensor, unpacked
 from plait.integrations.ray_servers.optimizer_shard import OptimizerShard
 from plait.integrations.ray_servers.server_job import Job
-from plait.integrations.ray_servers.tables.row_index import by_server
 from plait.integrations.ray_servers.tables.sparse_table import tables_away
-from plait.integrations.ray_servers.tables.table_shard import TableSpec
+from plait.integrations.ray_servers.tables.table_shard import TableSpec, by_server
 from plait.schedule.variable_placement import Piece, Variable
 
 _KEPT = {"adagrad": ("values", "squares"), "adam": ("values", "squares", "means", "counts")}

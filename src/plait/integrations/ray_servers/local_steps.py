@@ -28,10 +28,9 @@ from plait.engine.local_tensors import local_part
 from plait.errors import CheckpointError
 from plait.integrations.ray_servers.arrays import dtype_of, join_pieces, packed, to_array, to_tensor, views
 from plait.integrations.ray_servers.messages import Task
-from plait.integrations.ray_servers.piece_feed import BatchFeed, PieceFeed
 from plait.integrations.ray_servers.server_job import Job, fingerprint_of, variables_of
 from plait.integrations.ray_servers.tables.sparse_table import RowLookup
-from plait.integrations.ray_servers.worker_gradients import Gradient
+from plait.integrations.ray_servers.worker_gradients import BatchFeed, Gradient, PieceFeed
 
 
 class LocalSteps:

@@ -27,15 +27,13 @@ from plait.engine.local_batch import num_rows
 from plait.errors import PlanError, Refusal
 from plait.integrations.ray_servers.full_model import FullModel
 from plait.integrations.ray_servers.local_steps import LocalSteps
-from plait.integrations.ray_servers.make_job import make_job
 from plait.integrations.ray_servers.messages import Task
-from plait.integrations.ray_servers.piece_feed import BatchFeed
 from plait.integrations.ray_servers.push_compression import Encoder
 from plait.integrations.ray_servers.serial import SerialServers
 from plait.integrations.ray_servers.server import Member, Server, Standing, UpdateOrder
-from plait.integrations.ray_servers.server_job import Job, make_consistency
+from plait.integrations.ray_servers.server_job import Job, make_consistency, make_job
 from plait.integrations.ray_servers.tables.sparse_table import RowLookup, tables_of
-from plait.integrations.ray_servers.worker_gradients import Computing
+from plait.integrations.ray_servers.worker_gradients import BatchFeed, Computing
 from plait.plan.plan import Plan
 from plait.reference.differences import RunResult
 from plait.schedule.consistency import Commit, Consistency, Go, Push, Refuse, drawn_order

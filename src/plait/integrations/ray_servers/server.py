@@ -19,14 +19,13 @@ import torch
 
 from plait.engine.checkpoint import load, saved_state
 from plait.engine.checkpoint.checkpoint_folders import has_checkpoints
-from plait.engine.checkpoint.saver import Saver
+from plait.engine.checkpoint.write import Saver
 from plait.engine.cpu_settings import keep_freed_memory
 from plait.engine.rank_optimizers import OptimizerFactory
 from plait.integrations.ray_servers.arrays import dtype_of, packed, to_array, to_tensor, unpacked
 from plait.integrations.ray_servers.optimizer_shard import ServerShard
 from plait.integrations.ray_servers.push_compression import Coding
-from plait.integrations.ray_servers.tables.row_index import Ids
-from plait.integrations.ray_servers.tables.table_shard import Tables, TableSpec
+from plait.integrations.ray_servers.tables.table_shard import Ids, Tables, TableSpec
 from plait.schedule.variable_placement import Piece
 
 _BETWEEN_SNAPSHOTS = 20.0  # seconds; and never more than this part of the time is spent on the copies for them

@@ -13,8 +13,7 @@ from plait.errors import PlanError, Refusal
 from plait.schedule.families.asynchronous import pipedream, pipedream_2bw, pipedream_vertical
 from plait.schedule.families.split_backward import dualpipe_v, zb_h1, zb_h2, zb_v
 from plait.schedule.families.whole_backward import forward_only, gpipe, interleaved, looped_bfs, naive, one_f_one_b
-from plait.spec.action import STEP, Action
-from plait.spec.schedule import Schedule
+from plait.spec.schedule import STEP, Action, Schedule
 
 
 @dataclass(frozen=True)

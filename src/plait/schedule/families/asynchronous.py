@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from plait.schedule.action_builder import alternate, backward, forward, make, round_robin
-from plait.spec.action import BACKWARD, STEP, Action
-from plait.spec.schedule import Schedule
+from plait.spec.schedule import BACKWARD, STEP, Action, Schedule
 
 
 def pipedream(num_ranks: int, num_micro: int) -> Schedule:

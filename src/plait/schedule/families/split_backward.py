@@ -7,8 +7,7 @@ second chunk.
 from __future__ import annotations
 
 from plait.schedule.action_builder import ActionBuilder, make, round_robin, v_shape
-from plait.spec.action import BACKWARD, FORWARD, Action
-from plait.spec.schedule import Schedule
+from plait.spec.schedule import BACKWARD, FORWARD, Action, Schedule
 
 
 def zb_h1(num_ranks: int, num_micro: int) -> Schedule:

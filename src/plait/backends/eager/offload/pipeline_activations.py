@@ -12,13 +12,12 @@ from typing import Any
 
 from plait.backends.eager.offload.store import Offload
 from plait.backends.eager.rewrites.dead_values import SavedValues
-from plait.backends.eager.rewrites.offload_ops import Arrival
+from plait.backends.eager.rewrites.offload_rewrites import Arrival
 from plait.compile.stages.stage_graphs import Value
 from plait.cost.memory_model import padded
 from plait.plan.sharding_plan import is_large
 from plait.schedule.in_flight import most_microbatches_in_flight
-from plait.spec.action import BACKWARD, FORWARD
-from plait.spec.schedule import Schedule
+from plait.spec.schedule import BACKWARD, FORWARD, Schedule
 
 
 @dataclass

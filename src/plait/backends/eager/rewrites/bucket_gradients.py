@@ -20,9 +20,8 @@ from torch.fx import Graph, Node
 
 from plait.backends.eager.collectives import all_reduce, scatter_part, take_part
 from plait.comm.protocol import REDUCTIONS
-from plait.compile.ir.calls import drop_dead_calls, op_spec_of, output_node, settled
+from plait.compile.ir.calls import drop_dead_calls, is_cast, op_spec_of, output_node, settled
 from plait.compile.ir.node_info import describe, info_of
-from plait.compile.ir.views import is_cast
 from plait.compile.ops import CollectiveKind, Communication, MemoryUse, OpSpec, register
 from plait.compile.sharding.flat_shards import Cut, FlatShards, PlainRows, rows_of
 from plait.cost.memory_model import BUFFERS, GRADIENTS

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from plait.compile.ir.calls import is_tensor, placeholders
+from plait.compile.ir.calls import is_fresh, is_tensor, placeholders, view_of
 from plait.compile.ir.node_info import NodeInfo, describe, info_of
-from plait.compile.ir.views import is_fresh, view_of
 from plait.compile.ops import View
 
 aten = torch.ops.aten

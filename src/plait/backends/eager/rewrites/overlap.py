@@ -19,10 +19,9 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from plait.backends.eager.collectives import Halves, halves_of
-from plait.compile.ir.calls import is_item, output_node
+from plait.compile.ir.calls import is_item, is_view, is_whole_view, output_node
 from plait.compile.ir.estimate import flops_of
 from plait.compile.ir.node_info import describe, info_of, is_backward, phase_of
-from plait.compile.ir.views import is_view, is_whole_view
 
 _LATE = 2  # collectives of the chain after which what was put off is computed in any case
 

@@ -1,4 +1,6 @@
-"""Lowerings of matrix products, convolutions and Fourier transforms."""
+"""Lowerings of matrix products, convolutions, Fourier transforms, and products with the weights of experts
+(compile/ops/experts.py), of which rows without an expert give zeros.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from plait.backends.xla.lowerings.table import CannotLower, Result, aten, is_float, lowers, wide
+from plait.compile.ops.experts import EXPERT_ADDMM, EXPERT_MM, EXPERT_OUTER, EXPERT_ROWS, EXPERT_SUMS
 
 
 def accumulated(x: Any) -> Any:
@@ -170,3 +173,41 @@ def _vector_norm(
     if order == 1:
         return jnp.sum(size, axes, keepdims=keepdim)
     return jnp.sum(size**order, axes, keepdims=keepdim) ** (1 / order)
+
+
+@lowers(EXPERT_MM)
+def _expert_mm(x: Any, weight: Any, ids: Any) -> Any:
+    num = weight.shape[0]
+    order = jnp.argsort(ids, stable=True)
+    sizes = jnp.bincount(jnp.minimum(ids, num), length=num + 1)[:num]
+    found = lax.ragged_dot(x[order], weight, sizes.astype(jnp.int32), preferred_element_type=accumulated(x))
+    return _of_known(jnp.zeros_like(found).at[order].set(found), ids, num)
+
+
+@lowers(EXPERT_ADDMM)
+def _expert_addmm(bias: Any, x: Any, weight: Any, ids: Any) -> Any:
+    found = _expert_mm(x, weight, ids)
+    return found + _expert_rows(bias, ids).astype(found.dtype)
+
+
+@lowers(EXPERT_OUTER)
+def _expert_outer(x: Any, grad: Any, ids: Any, num_experts: int) -> Any:
+    members = jax.nn.one_hot(ids, num_experts, dtype=x.dtype)
+    return jnp.einsum("sk,se,sn->ekn", x, members, grad, preferred_element_type=accumulated(x))
+
+
+@lowers(EXPERT_ROWS)
+def _expert_rows(table: Any, ids: Any) -> Any:
+    num = table.shape[0]
+    return _of_known(table[jnp.minimum(ids, num - 1)], ids, num)
+
+
+@lowers(EXPERT_SUMS)
+def _expert_sums(rows: Any, ids: Any, num_experts: int) -> Any:
+    wide = rows.astype(accumulated(rows))
+    return jax.ops.segment_sum(wide, jnp.minimum(ids, num_experts), num_experts + 1)[:num_experts]
+
+
+def _of_known(rows: Any, ids: Any, num: int) -> Any:
+    known = (ids < num).reshape(-1, *(1,) * (rows.ndim - 1))
+    return jnp.where(known, rows, jnp.zeros((), rows.dtype))

@@ -5,7 +5,7 @@ calls it (backends/xla/graph_function.py) converts results to the dtypes that th
 cares about dtypes in which it computes. One that is registered with `result=True` is also given the shapes and dtypes
 of the results, as `result=`.
 
-Ops without a row are written by simpler ones first (backends/xla/simpler_ops.py), so that the table is short.
+Ops without a row are written by simpler ones first (backends/xla/graph_function.py), so that the table is short.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import BatchError, PlanError
-from plait.integrations.ray_servers.tables.row_index import Ids, by_server, first_values
-from plait.integrations.ray_servers.tables.table_shard import TableSpec
+from plait.integrations.ray_servers.tables.table_shard import Ids, TableSpec, by_server, first_values
 
 _away: ContextVar[bool] = ContextVar("tables are away", default=False)
 
