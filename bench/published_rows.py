@@ -23,7 +23,6 @@ from scipy.optimize import least_squares
 
 from plait.cost.costs import Costs
 from plait.cost.memory_model import StateBytes, model_state_bytes
-from plait.cost.parallel_forms import training_seconds
 from plait.cost.simulate import simulate
 from plait.cost.transformer import TransformerShape
 from plait.cost.transformer_program import TransformerProgram
@@ -206,7 +205,8 @@ def _megatron(row: PublishedRow, numbers: Numbers) -> float:
     peak = find_cluster("a100").device.peak_of("float16")
     metric = row.metric.partition(" ")[0]
     if metric == "training":
-        return training_seconds(300e9, run["params_b"] * 1e9, ranks, rate) / 86400
+        # with full recomputation: 8 T P / (n X), Narayanan et al. 2021, equation 4
+        return 8 * 300e9 * run["params_b"] * 1e9 / (ranks * rate) / 86400
     return {
         "throughput": rate / 1e12,
         "percent": 100 * rate / peak,

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from plait.cost.costs import Costs
-from plait.cost.parallel_forms import schedule_wait
+from plait.cost.pipeline_forms import schedule_wait
 from plait.cost.simulate import schedule_times, simulate
 from plait.errors import PlanError
 from plait.schedule.families import make_schedule

@@ -22,7 +22,7 @@ from plait.cost.memory_model import GRADIENTS, OPTIMIZER, PARAMETERS, StateBytes
 from plait.cost.model_forms import AxisForms, ExpertForms, ModelForms, PrecisionForms
 from plait.cost.op_time import CallTimes
 from plait.cost.outline_search import least_on_device, rough_steps
-from plait.cost.parallel_forms import schedule_activations
+from plait.cost.pipeline_forms import schedule_activations
 from plait.cost.plan_evaluator import PlanEvaluator, Relief, RoughStep
 from plait.cost.plan_search import search as search_plans
 from plait.cost.step_program import CollectiveCall, OpCall, StepProgram

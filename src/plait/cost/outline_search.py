@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from plait.cost.found_plans import Goal
-from plait.cost.parallel_forms import schedule_activations
+from plait.cost.pipeline_forms import schedule_activations
 from plait.cost.plan_evaluator import PlanEvaluator, Relief, RoughStep
 from plait.cost.transformer_simulation import misses_by
 from plait.cost.transformer_step import CellTimes, StateTimes, exchange_per_step

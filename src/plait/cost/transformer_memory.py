@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from plait.cost.parallel_forms import schedule_activations
+from plait.cost.pipeline_forms import schedule_activations
 from plait.cost.transformer import HALF_BYTES, TransformerShape
 from plait.cost.transformer_program import TransformerProgram, received_bytes
 from plait.cost.transformer_states import Owned, held_states

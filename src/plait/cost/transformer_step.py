@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from plait.cost.collective_time import CollectiveKind, collective_time, ring_bytes, send_time
 from plait.cost.op_time import op_time
-from plait.cost.parallel_forms import schedule_wait
+from plait.cost.pipeline_forms import schedule_wait
 from plait.cost.transformer import HALF_BYTES, TransformerShape
 from plait.cost.transformer_memory import kept_bytes, least_budget, memory_of_rank, own_parameters
 from plait.cost.transformer_program import DEFAULT_PROGRAM, RING, TransformerProgram, attention_exchange, attention_kind
