@@ -60,9 +60,11 @@ def world_of(graph: Graph) -> Node:
 
 
 def bind_world(graph: Graph) -> Graph:
-    """Replace the calls of comm_ops by functions that take the rank's World. Changes `graph` and returns it."""
+    """Replace the calls of comm_ops by functions that take the rank's World, and give the graph its placeholder.
+
+    Changes `graph` and returns it."""
     calls = [node for node in graph.nodes if function_of(node.target) is not None]
-    world = world_of(graph) if calls else None
+    world = world_of(graph)
     for node in calls:
         node.args = (world, *node.args)
         node.target = function_of(node.target)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import linecache
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph
 
 from plait.backends.backend import StepResult, Update
 from plait.backends.eager import ring_attention  # noqa: F401  carries out calls of comm_ops
-from plait.backends.eager.collectives import WORLD, world_of
+from plait.backends.eager.codegen import GraphFunction, as_function, failed_node
+from plait.backends.eager.collectives import WORLD
 from plait.backends.eager.offload.store import Offload
 from plait.backends.eager.rewrites.offload_rewrites import stashed_bytes
 from plait.backends.recorder import TraceRecorder
@@ -60,7 +57,7 @@ class Program:
         self._outputs = captured.outputs
         self._constants = {name: value.to(world.device) for name, value in captured.constants.items()}
         self._coordinates = world.mesh.coordinates(world.rank)
-        self._compiled: dict[str, tuple[Any, Graph, list[tuple[str, str]]]] = {}
+        self._compiled: dict[str, tuple[GraphFunction, Graph, list[tuple[str, str]]]] = {}
 
     @property
     def collective_order(self) -> str:
@@ -108,7 +105,7 @@ class Program:
         args = [given[kind].get(name) if kind in _NAMED else given[kind] for kind, name in inputs]
         try:
             with torch.no_grad():
-                values = forward(None, self.world, *args)
+                values = forward(self.world, *args)
         except RuntimeError as error:
             plan = self.program.plan
             refusal = missing_kernel(error, local, Precision(plan.precision, plan.exceptions))
@@ -121,7 +118,7 @@ class Program:
                 found[output.kind][output.name] = value
         return found
 
-    def _compiled_graph(self, name: str) -> tuple[Any, Graph, list[tuple[str, str]]]:
+    def _compiled_graph(self, name: str) -> tuple[GraphFunction, Graph, list[tuple[str, str]]]:
         """The function of a graph, the graph, and (kind, name) of each argument after the World."""
         if name not in self._compiled:
             graph = graph_of_rank(self._graphs[name], self._coordinates)
@@ -135,7 +132,7 @@ class Program:
                 for node in placeholders(graph)
                 if node.name != WORLD
             ]
-            self._compiled[name] = (_compile(graph), graph, inputs)
+            self._compiled[name] = (as_function(graph), graph, inputs)
         return self._compiled[name]
 
 
@@ -148,36 +145,8 @@ def outputs_of(captured: Captured, values: Mapping[str, Tensor], weights: Mappin
     return {name: LossPart(kind, values[name], weights.get(name, rows)) for name, kind in kinds.items()}
 
 
-_codegen_lock = threading.Lock()  # torch.fx generates code with the help of globals
-_functions: WeakKeyDictionary[Graph, Any] = WeakKeyDictionary()  # shared by ranks that are threads
-
-
-def _compile(graph: Graph) -> Any:
-    """The graph as a Python function, which frees each value after its last use. Its first argument is not used."""
-    with _codegen_lock:
-        if graph not in _functions:
-            world_of(graph)
-            _functions[graph] = type(GraphModule({}, graph)).forward
-        return _functions[graph]
-
-
-_GENERATED = "<eval_with_key>"  # the name that torch.fx gives to files of generated code
-
-
 def missing_kernel(error: Exception, graph: Graph, precision: Precision) -> PlanError | None:
     """The PlanError for an op that the device lacks in this precision; None if `error` is about something else."""
-    node = _failed(error.__traceback__, graph)
+    node = failed_node(error.__traceback__, graph)
     module = info_of(node).module if node is not None else ""
     return precision.refusal(error, module, str(node.target) if node is not None else "")
-
-
-def _failed(traceback: TracebackType | None, graph: Graph) -> Node | None:
-    """The node whose line of generated code raised."""
-    line = ""
-    while traceback is not None:
-        name = traceback.tb_frame.f_code.co_filename
-        if name.startswith(_GENERATED):
-            line = linecache.getline(name, traceback.tb_lineno)
-        traceback = traceback.tb_next
-    target = line.partition("=")[0].partition(":")[0].strip()
-    return next((node for node in graph.nodes if node.name == target), None)
