@@ -16,20 +16,20 @@ from weakref import WeakKeyDictionary
 from torch.fx import Graph, Node
 
 
-class GraphFunction(Protocol):
+class PythonFunction(Protocol):
     """A graph as a function of its placeholders."""
 
     def __call__(self, *values: object) -> tuple[Any, ...]: ...
 
 
-_functions: WeakKeyDictionary[Graph, GraphFunction] = WeakKeyDictionary()  # shared by ranks that are threads
+_functions: WeakKeyDictionary[Graph, PythonFunction] = WeakKeyDictionary()  # shared by ranks that are threads
 _lock = threading.Lock()
 _numbers = itertools.count()
 _FILE = "graph {}"  # Python asks the loader for lines of files whose names have no <>
 _OWN = "plait__"  # globals of a function begin so, and names of nodes do not
 
 
-def as_function(graph: Graph) -> GraphFunction:
+def as_function(graph: Graph) -> PythonFunction:
     """The function of a graph of calls, made once; the graph must not change any more."""
     with _lock:
         if graph not in _functions:
@@ -48,13 +48,13 @@ def failed_node(traceback: TracebackType | None, graph: Graph) -> Node | None:
     return None
 
 
-def _make_function(graph: Graph) -> GraphFunction:
+def _make_function(graph: Graph) -> PythonFunction:
     writer = _Writer(graph)
     writer.names[f"{_OWN}lines"] = writer.lines
     name = _FILE.format(next(_numbers))
     writer.names |= {"__name__": name, "__loader__": _Source(writer.text)}
     exec(compile(writer.text, name, "exec"), writer.names)
-    function: GraphFunction = writer.names[f"{_OWN}call"]
+    function: PythonFunction = writer.names[f"{_OWN}call"]
     return function
 
 

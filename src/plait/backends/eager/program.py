@@ -12,7 +12,7 @@ from torch.fx import Graph
 
 from plait.backends.backend import StepResult, Update
 from plait.backends.eager import ring_attention  # noqa: F401  carries out calls of comm_ops
-from plait.backends.eager.codegen import GraphFunction, as_function, failed_node
+from plait.backends.eager.codegen import PythonFunction, as_function, failed_node
 from plait.backends.eager.collectives import WORLD
 from plait.backends.eager.offload.store import Offload
 from plait.backends.eager.rewrites.offload_rewrites import stashed_bytes
@@ -57,7 +57,7 @@ class Program:
         self._outputs = captured.outputs
         self._constants = {name: value.to(world.device) for name, value in captured.constants.items()}
         self._coordinates = world.mesh.coordinates(world.rank)
-        self._compiled: dict[str, tuple[GraphFunction, Graph, list[tuple[str, str]]]] = {}
+        self._compiled: dict[str, tuple[PythonFunction, Graph, list[tuple[str, str]]]] = {}
 
     @property
     def collective_order(self) -> str:
@@ -118,7 +118,7 @@ class Program:
                 found[output.kind][output.name] = value
         return found
 
-    def _compiled_graph(self, name: str) -> tuple[GraphFunction, Graph, list[tuple[str, str]]]:
+    def _compiled_graph(self, name: str) -> tuple[PythonFunction, Graph, list[tuple[str, str]]]:
         """The function of a graph, the graph, and (kind, name) of each argument after the World."""
         if name not in self._compiled:
             graph = graph_of_rank(self._graphs[name], self._coordinates)
