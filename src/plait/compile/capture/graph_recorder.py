@@ -28,6 +28,7 @@ from plait.compile.ir.calls import append_call
 from plait.compile.ir.node_info import NodeInfo, describe
 from plait.compile.ir.shapes import ShapeMemo, fake_of, spec_of, view_on_meta
 from plait.compile.ops import op_spec
+from plait.compile.ops.base import Args, Kwargs
 from plait.compile.ops.draw import draw
 from plait.compile.ops.random import check_random
 from plait.errors import CaptureError
@@ -143,7 +144,7 @@ class GraphRecorder(TorchDispatchMode):
         i = bisect.bisect_right(self._numbers, number)
         return self._places[min(i, len(self._places) - 1)]
 
-    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Node:
+    def call(self, target: Any, args: Args, kwargs: Kwargs, value: Any) -> Node:
         """Append a call on nodes and constants whose result is `value`."""
         node = append_call(self.graph, target, args, kwargs)
         self._describe(node, value)

@@ -16,7 +16,7 @@ _TENSORS = ("Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]
 _texts: dict[OpOverload, str] = {}  # by op, for rows that are made here
 
 
-def op_rule(op: Any, text: str) -> None:
+def op_rule(op: object, text: str) -> None:
     """Declare which dims of a custom op may be sharded, so that it runs on parts of its tensors instead of whole ones.
 
     Args:

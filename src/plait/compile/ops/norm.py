@@ -7,8 +7,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
-from plait.compile.ops.base import Builder, Call, OpSpec, Partial, Placements, Shard, Strategy, register, state
+from plait.compile.ops.base import (
+    Args,
+    Builder,
+    Call,
+    Emitted,
+    Kwargs,
+    OpSpec,
+    Partial,
+    Placements,
+    Shard,
+    Strategy,
+    register,
+    state,
+)
 from plait.compile.ops.dims import (
     HALF,
     aten,
@@ -28,7 +42,7 @@ def statistics_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
     return x.dtype if like or x.dtype.itemsize != 2 else torch.float32
 
 
-def mixed_statistics(op: Any, weights: slice) -> Callable[..., Any]:
+def mixed_statistics(op: OpOverload, weights: slice) -> Callable[..., Any]:
     """Shapes of a norm of a half-precision tensor with float32 weights, as under autocast. On a CPU its statistics are
     float32, which the op's own shape function does not know. `weights` are the positions of weight and bias."""
 
@@ -175,7 +189,7 @@ def _group_strategies(call: Call, given: Placements, size: int) -> list[Strategy
     return found
 
 
-def _emit_group(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_group(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     first = 5 if call.op in _GROUP_BACKWARD else 3  # position of N
     part = strategy.inputs[0]
     if isinstance(part, Shard):

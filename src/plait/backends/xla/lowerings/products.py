@@ -14,7 +14,8 @@ import torch
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from plait.backends.xla.lowerings.table import CannotLower, Dims, Result, aten, is_float, lowers, wide
+from plait.backends.xla.lowerings.table import CannotLower, Result, aten, is_float, lowers, wide
+from plait.compile.ops.dims import Dims
 from plait.compile.ops.experts import EXPERT_ADDMM, EXPERT_MM, EXPERT_OUTER, EXPERT_ROWS, EXPERT_SUMS
 
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from plait.backends.xla.lowerings.table import Dims, Result, aten, is_float, lowers, wide
+from plait.backends.xla.lowerings.table import Result, aten, is_float, lowers, wide
+from plait.compile.ops.dims import Dims
 
 _Indexed = tuple[Array, Array]  # values, and where in the tensor they are
 

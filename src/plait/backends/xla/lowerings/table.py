@@ -10,7 +10,7 @@ Ops without a row are written by simpler ones first (backends/xla/graph_function
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,7 +24,6 @@ from torch.fx.node import Target
 
 aten = torch.ops.aten
 Lowering = Callable[..., Any]  # -> an array, or a tuple of them
-Dims = int | Sequence[int] | None  # of a reduction, as a graph has them
 _LoweringT = TypeVar("_LoweringT", bound=Lowering)
 
 
