@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from plait.errors import LossError, PlaitError, PlanError, RoleFailed, WorldError
@@ -50,7 +51,7 @@ class _Group:
 class RunSupervisor:
     """The actors of a job on an initialised Ray. `close` ends every actor that was started here."""
 
-    def __init__(self, ray: Any, job: Job) -> None:
+    def __init__(self, ray: ModuleType, job: Job) -> None:
         self.job = job
         self._ray = ray
         self._groups: list[_Group] = []
