@@ -330,7 +330,7 @@ class Trainer:
         """
         return snapshot.take(self.state)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Load a state that was made under any plan. Before the first batch it is kept until then.
 
         Raises CheckpointError for a dict that is no trainer's state.
@@ -399,7 +399,7 @@ class Trainer:
         return average
 
     def save(
-        self, path: str | Path, extra: Mapping[str, Any] | None = None, *, keep: int = 2, wait: bool = True
+        self, path: str | Path, extra: Mapping[str, object] | None = None, *, keep: int = 2, wait: bool = True
     ) -> None:
         """Write a checkpoint, which loads under any plan, into a folder or a URL such as s3://bucket/run.
 

@@ -26,13 +26,13 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 _T = TypeVar("_T")
 
 
-class Waited(Protocol):
+class InFlight(Protocol):
     """What torch.distributed returns for a collective that has begun."""
 
     def wait(self) -> object: ...
 
 
-Start = Callable[[], Waited | None]
+Start = Callable[[], InFlight | None]
 
 
 class ProcessGroupWork:

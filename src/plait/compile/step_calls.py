@@ -240,7 +240,7 @@ def _copy(node: Node, sharding: ShardingPlan, place: Mapping[Node, int], phase: 
     return CopyCall(signature_of(node), phase, moved, "start", home=home)
 
 
-def _keys(arg: Any) -> list[str]:
+def _keys(arg: object) -> list[str]:
     """The keys of tensors off the device, such as input/NAME, in an argument."""
     several = arg if isinstance(arg, (tuple, list)) else [arg]
     return [each for each in several if isinstance(each, str)]
@@ -256,7 +256,7 @@ def _busiest(graph: Graph, program: RankProgram) -> dict[str, int]:
     return here | dict(max(work.items(), key=lambda each: each[1])[0]) if work else here
 
 
-def _text(arg: Any) -> str:
+def _text(arg: object) -> str:
     if isinstance(arg, Node):
         value = arg.meta.get("val")
         if isinstance(value, torch.Tensor):

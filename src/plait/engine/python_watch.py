@@ -25,7 +25,7 @@ Variant = tuple[tuple[str, Any], ...]
 class PythonWatch:
     """Watches one model and loss function. `variant` says how their values differ from those at the beginning."""
 
-    def __init__(self, model: nn.Module, loss_fn: Any) -> None:
+    def __init__(self, model: nn.Module, loss_fn: object) -> None:
         refuse_scripted(model)
         self._given = (model, loss_fn)
         self._ignored: set[str] = set()  # places whose values do not affect the graph
@@ -193,7 +193,7 @@ class PythonWatch:
         return found
 
 
-def token(value: Any) -> tuple[str, str]:
+def token(value: object) -> tuple[str, str]:
     """The token of a plain value: its type, and how it prints."""
     return type(value).__qualname__, repr(value)
 
@@ -214,7 +214,7 @@ def _flag_tokens(name: str, flag: tuple[bool, tuple[int, ...]]) -> dict[str, Any
     return {f"{name}.requires_grad": ("bool", str(flag[0])), f"{name}.hooks": ("tuple", str(flag[1]))}
 
 
-def _same_form(old: Any, new: Any) -> bool:
+def _same_form(old: object, new: object) -> bool:
     return isinstance(old, Tensor) and isinstance(new, Tensor) and _form(old) == _form(new)
 
 

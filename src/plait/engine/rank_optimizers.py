@@ -244,7 +244,7 @@ def build_scheduler(factory: Callable[[Any], Any] | None, optimizer: torch.optim
     return scheduler
 
 
-def check_patterns(factory: Any) -> None:
+def check_patterns(factory: object) -> None:
     """Raise PlanError for what is neither a function nor a list of (name pattern, function) pairs."""
     if callable(factory) and not isinstance(factory, torch.optim.Optimizer):
         return
@@ -298,12 +298,12 @@ def _members(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return list(optimizer.members.values()) if isinstance(optimizer, CombinedOptimizer) else [optimizer]
 
 
-def _can_step(given: Any) -> bool:
+def _can_step(given: object) -> bool:
     units = given if isinstance(given, (list, tuple)) else [given]
     return bool(units) and all(callable(getattr(unit, "step", None)) and optimizers_within(unit) for unit in units)
 
 
-def _is_optimizer(value: Any) -> bool:
+def _is_optimizer(value: object) -> bool:
     return isinstance(value, torch.optim.Optimizer)
 
 

@@ -170,7 +170,7 @@ def optimizers_within(given: Any) -> dict[str, torch.optim.Optimizer]:
     """The optimizers that the user's function returned and those within them, by path; wrappers come last."""
     found: dict[str, torch.optim.Optimizer] = {}
 
-    def visit(path: str, it: Any, around: tuple[Any, ...]) -> None:
+    def visit(path: str, it: object, around: tuple[object, ...]) -> None:
         if any(it is each for each in (*around, *found.values())):
             return
         for name, inner in held_optimizers(it).items():

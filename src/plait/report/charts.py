@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -131,7 +131,7 @@ def draw_experts(loads: Mapping[str, ExpertLoad]) -> Figure:
     return _tidy(figure, 160 + 22 * len(names))
 
 
-def draw_metrics(lines: Sequence[Mapping[str, Any]]) -> Figure:
+def draw_metrics(lines: Sequence[Mapping[str, object]]) -> Figure:
     """Loss and tokens/s over the steps of a run. `lines` are those of its metrics file."""
     go, make_subplots = plotly()
     figure = make_subplots(rows=1, cols=2, subplot_titles=("loss", "tokens/s"), horizontal_spacing=0.08)

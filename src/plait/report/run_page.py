@@ -6,7 +6,7 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from plait.report.charts import draw_experts, draw_links, draw_metrics, draw_samples, draw_utilisation
 from plait.report.swimlane import MANY, SCRIPT, draw_swimlanes, pack_swimlanes
@@ -70,7 +70,7 @@ def build_page(
     title: str,
     facts: Sequence[tuple[str, str]],
     steps: Sequence[StepView],
-    metrics: Sequence[Mapping[str, Any]],
+    metrics: Sequence[Mapping[str, object]],
 ) -> str:
     """The HTML of the page. `facts` are rows of its table, `metrics` the lines of the metrics file.
 

@@ -106,7 +106,7 @@ def import_reference(text: str, key: str) -> Callable[..., Any]:
     return typing.cast(Callable[..., Any], found)
 
 
-def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], table: str, skip: int = 0) -> None:
+def check_arguments(function: Callable[..., Any], arguments: Mapping[str, object], table: str, skip: int = 0) -> None:
     """Raise ConfigError for an argument that `function` does not take, or takes in another plain type.
 
     The first `skip` parameters do not come from the config.
@@ -135,7 +135,7 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
         raise ConfigError(f"[{table}] lacks {', '.join(missing)}")
 
 
-def call(function: Callable[..., Any], arguments: Mapping[str, Any], table: str, *first: Any) -> Any:
+def call(function: Callable[..., Any], arguments: Mapping[str, object], table: str, *first: object) -> Any:
     """Check a table's arguments and call the function with them, after `first`. Its exceptions become ConfigErrors."""
     check_arguments(function, arguments, table, skip=len(first))
     try:

@@ -144,7 +144,7 @@ def _lines_before(path: Path, step: int) -> list[str]:
     return kept
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: object) -> Any:
     """A number with 9 digits, which distinguish any two float32 numbers; any other value unchanged."""
     return float(f"{value:.9g}") if isinstance(value, float) else value
 

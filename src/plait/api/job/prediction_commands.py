@@ -112,7 +112,7 @@ def _shape_file(path: Path) -> dict[str, Any] | None:
     return raw if "shape" in raw else None
 
 
-def _read_shape(raw: dict[str, Any], path: Path) -> TransformerShape:
+def _read_shape(raw: dict[str, object], path: Path) -> TransformerShape:
     rows = {each.name: each for each in fields(TransformerShape)}
     given = raw["shape"]
     if not isinstance(given, dict):

@@ -162,7 +162,7 @@ def _lines(run: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _plans(run: Path, lines: Sequence[dict[str, Any]]) -> str:
+def _plans(run: Path, lines: Sequence[dict[str, object]]) -> str:
     """The run's plan; if the plan changed when the run was resumed, each plan and its first step."""
     found = [(line["step"], str(line["plan"])) for line in lines if "plan" in line]
     changes = [one for index, one in enumerate(found) if index == 0 or one[1] != found[index - 1][1]]

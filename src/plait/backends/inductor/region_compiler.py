@@ -82,7 +82,7 @@ def compile_regions(functions: Sequence[RegionFunction], plan: Plan) -> CompileR
     return CompileReport(len(functions), len(by_key), len(missing), time.monotonic() - begun)
 
 
-def _compile_missing(functions: Mapping[str, RegionFunction], settings: Mapping[str, Any], plan: Plan) -> None:
+def _compile_missing(functions: Mapping[str, RegionFunction], settings: Mapping[str, object], plan: Plan) -> None:
     waiting = dict(functions)
     for must_wait in (False, True):
         for key, function in list(waiting.items()):
@@ -97,14 +97,14 @@ def _compile_missing(functions: Mapping[str, RegionFunction], settings: Mapping[
                 _LOG.info("compile=%s: region %d of %d in %.1f s", plan.compile, done, len(functions), took)
 
 
-def _key_of(function: RegionFunction, settings: Mapping[str, Any]) -> str:
+def _key_of(function: RegionFunction, settings: Mapping[str, object]) -> str:
     """The key of a region: its text, and all else that its code depends on."""
     own = (function.text, function.fixed, function.site)
     parts = (own, sorted(settings.items()), torch.__version__, torch.get_num_threads())
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _compile(function: RegionFunction, settings: Mapping[str, Any], plan: Plan) -> RunRegion:
+def _compile(function: RegionFunction, settings: Mapping[str, object], plan: Plan) -> RunRegion:
     import torch._inductor.config as config  # takes seconds, and only plans with compile= need it
     from torch._guards import TracingContext
     from torch._guards import tracing as in_context
@@ -168,7 +168,7 @@ def _checked(compiled: Any, strides: Sequence[tuple[int, ...]], results: Any) ->
     return run
 
 
-def _in_shared_memory(found: Sequence[Any], results: Sequence[Any]) -> list[int]:
+def _in_shared_memory(found: Sequence[object], results: Sequence[object]) -> list[int]:
     """The results that have the memory of earlier ones, of which they are no views in the region's graph."""
     bases, shared = dict[int, Node](), list[int]()
     for index, (tensor, node) in enumerate(zip(found, results, strict=True)):

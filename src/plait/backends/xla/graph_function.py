@@ -77,7 +77,7 @@ def _of_torch(op: Any) -> Callable[..., Any] | None:
     return written
 
 
-def _own(value: Any) -> Any:
+def _own(value: object) -> Any:
     """A list of a graph as one that may be changed, as some of these functions do."""
     return [_own(each) for each in value] if isinstance(value, list) else value
 

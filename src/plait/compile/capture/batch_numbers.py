@@ -204,12 +204,12 @@ class BatchNumber(LateNumber):
         args, kwargs = plain_numbers(both)
         return func(*args, **kwargs)
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *operands: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, ufunc: Any, method: str, *operands: object, **kwargs: Any) -> Any:
         if method == "__call__" and not kwargs and all(map(_is_number, operands)):
             return computed(ufunc, *operands)
         return getattr(ufunc, method)(*plain_numbers(operands), **kwargs)
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+    def __array__(self, dtype: Any = None, copy: object = None) -> Any:
         return np.asarray(self.plain(), dtype)
 
     def _with(self, other: Any, compute: Callable[[Any, Any], Any]) -> Any:
@@ -328,7 +328,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _operator(function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[BatchNumber, Any], Any]:
-    def both(one: Any, other: Any) -> Any:
+    def both(one: object, other: object) -> Any:
         return function(other, one) if swapped else function(one, other)
 
     def method(self: BatchNumber, other: Any) -> Any:

@@ -174,7 +174,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def _form(value: Any) -> Any:
+def _form(value: object) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.dtype, value.shape, value.stride(), value.device

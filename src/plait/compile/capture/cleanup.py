@@ -151,7 +151,7 @@ def _first(node: Node) -> Node:
     return first
 
 
-def _same(node: Node, other: Any) -> bool:
+def _same(node: Node, other: object) -> bool:
     one, two = node.meta["val"], other.meta["val"] if isinstance(other, Node) else None
     return (
         isinstance(one, Tensor)

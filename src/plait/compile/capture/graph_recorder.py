@@ -88,7 +88,7 @@ class GraphRecorder(TorchDispatchMode):
 
     # what the driver calls
 
-    def placeholder(self, name: str, value: Any) -> Node:
+    def placeholder(self, name: str, value: object) -> Node:
         """Add an input. Placeholders come in the order of the calls, before all other nodes."""
         first = self._head.next if self._head is not None else next(iter(self.graph.nodes), None)
         with self.graph.inserting_before(first) if first is not None else self.graph.inserting_before():
@@ -144,7 +144,7 @@ class GraphRecorder(TorchDispatchMode):
         i = bisect.bisect_right(self._numbers, number)
         return self._places[min(i, len(self._places) - 1)]
 
-    def call(self, target: Any, args: Args, kwargs: Kwargs, value: Any) -> Node:
+    def call(self, target: Any, args: Args, kwargs: Kwargs, value: object) -> Node:
         """Append a call on nodes and constants whose result is `value`."""
         node = append_call(self.graph, target, args, kwargs)
         self._describe(node, value)
@@ -316,10 +316,10 @@ class GraphRecorder(TorchDispatchMode):
                 self.bind(part, at)
         return result
 
-    def _node(self, value: Any) -> Any:
+    def _node(self, value: object) -> Any:
         return self.node_of(value) if isinstance(value, Tensor) else value
 
-    def _lift(self, value: Any) -> Any:
+    def _lift(self, value: object) -> Any:
         """Make an input or a constant of a real tensor that the model's code holds."""
         if not isinstance(value, Tensor) or id(value) in self.nodes:
             return value
@@ -362,7 +362,7 @@ class GraphRecorder(TorchDispatchMode):
             self._numbers.append(torch._C._autograd._get_sequence_nr())
             self._places.append(position)
 
-    def _copy(self, value: Any) -> Any:
+    def _copy(self, value: object) -> Any:
         """A fake tensor like `value`, which itself may keep autograd's graph alive, or change in place."""
         if not isinstance(value, Tensor):
             return value

@@ -279,7 +279,7 @@ class LateNumber:
         for source in self._sources:
             source._mark()
 
-    def _with(self, other: Any, compute: Callable[[Any, Any], Any]) -> Any:
+    def _with(self, other: object, compute: Callable[[Any, Any], Any]) -> Any:
         if isinstance(other, Tensor):
             return compute(self._beside([other]), other)
         sources = (self, other) if isinstance(other, LateNumber) else (self,)
@@ -339,12 +339,12 @@ class LateNumber:
         return self
 
 
-def _python_divide(a: Any, b: Any) -> Any:
+def _python_divide(a: object, b: object) -> Any:
     return operator.truediv(a.double() if isinstance(a, Tensor) and not a.dtype.is_floating_point else a, b)
 
 
 def _operator(compute: Callable[[Any, Any], Any], swapped: bool) -> Callable[[LateNumber, Any], Any]:
-    def method(self: LateNumber, other: Any) -> Any:
+    def method(self: LateNumber, other: object) -> Any:
         return self._with(other, (lambda a, b: compute(b, a)) if swapped else compute)
 
     return method
@@ -380,7 +380,7 @@ class LateArray:
             raise AttributeError(name)
         raise _needed()
 
-    def _number(self, *others: Any) -> Any:
+    def _number(self, *others: object) -> Any:
         raise _needed()
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _number
@@ -398,13 +398,13 @@ def _needed() -> DataDependentOutputException:
     return DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
 
 
-def _holds_late(value: Any) -> bool:
+def _holds_late(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_holds_late(v) for v in value)
     return isinstance(value, LateNumber)
 
 
-def _built(value: Any, kwargs: dict[str, Any]) -> Tensor:
+def _built(value: object, kwargs: dict[str, Any]) -> Tensor:
     """torch.tensor of a nesting of late numbers."""
     if isinstance(value, (list, tuple)):
         return torch.stack([_built(v, kwargs) for v in value])

@@ -104,7 +104,7 @@ class ForwardModules:
             self._stack.append(self._names[id(module)])
             self._change()
 
-    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, result: object) -> None:
         if threading.get_ident() == self._thread and id(module) in self._names and self._stack:
             name, error = self._stack.pop(), sys.exc_info()[1]
             if error is not None and error is not self._raised[0]:
@@ -146,7 +146,7 @@ class BackwardModules:
         self._recorder.at = None
 
     def _setter(self, name: str, place: int) -> Any:
-        def before(gradients: Any) -> None:
+        def before(gradients: object) -> None:
             self._recorder.module = name
             self._recorder.at = place
 

@@ -23,7 +23,7 @@ from plait.compile.ops.draw import draw
 _MOST_BYTES = 1 << 31  # of a value that is worked out before the step runs
 
 
-def known_value(node: Node, given: Mapping[Node, Tensor], memo: dict[Node, Any]) -> Any:
+def known_value(node: Node, given: Mapping[Node, Tensor], memo: dict[Node, object]) -> Any:
     """The value of a node that is computed from `given` values and constants, on the CPU. `memo` keeps values.
 
     None if the node depends on anything else, or if its value is large.
@@ -90,7 +90,7 @@ def whole_numbers(node: Node) -> Node:
 
 
 def holds_for_samples(
-    node: Node, root: Node, num_experts: int, agrees: Callable[[Tensor, dict[Node, Tensor]], bool], *how: Any
+    node: Node, root: Node, num_experts: int, agrees: Callable[[Tensor, dict[Node, Tensor]], bool], *how: object
 ) -> bool:
     """Whether `agrees(ids, values)` is true for all samples: flat ids of the experts of rows, and {root: its value}.
 

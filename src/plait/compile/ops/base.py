@@ -60,7 +60,7 @@ class Call:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec | None, ...]
 
-    def arg(self, position: int, name: str = "", default: Any = None) -> Any:
+    def arg(self, position: int, name: str = "", default: object = None) -> Any:
         """The argument at `position`, or by `name`, or the default: schemas allow each."""
         if position < len(self.args):
             return self.args[position]
@@ -92,7 +92,7 @@ class Builder(Protocol):
         """Append a call `op(tensor, axis, *args)` of ops.comm_ops, whose result has this local shape. By default it is
         along the builder's own axis."""
 
-    def node(self, op: Target, args: Args, kwargs: Kwargs, value: Any, num_bytes: int = 0, what: str = "") -> Node:
+    def node(self, op: Target, args: Args, kwargs: Kwargs, value: object, num_bytes: int = 0, what: str = "") -> Node:
         """Append a call whose local value, of fake tensors, is given. If it moves several tensors, `num_bytes` are the
         bytes of these and `what` says what they are."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -46,7 +45,7 @@ def op_rule(op: object, text: str) -> None:
     _texts[found] = text
 
 
-def _overload(op: Any) -> OpOverload:
+def _overload(op: object) -> OpOverload:
     """The overload that `op` means. Raises LayoutError if there is none, or if there are several."""
     given = op
     if isinstance(op, str):

@@ -91,7 +91,7 @@ def _column(access: RowAccess) -> tuple[Node, ...] | None:
     return (first,)
 
 
-def _times(access: RowAccess, index: tuple[Node, ...], memo: dict[Node, Any]) -> int | None:
+def _times(access: RowAccess, index: tuple[Node, ...], memo: dict[Node, object]) -> int | None:
     """How often each row of the table is meant, one after the other; None if other rows are."""
     values = [known_value(i, {}, memo) for i in index]
     shape = access.table.meta["val"].shape[: len(index)]

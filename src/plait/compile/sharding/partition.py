@@ -52,7 +52,7 @@ class LocalBuilder:
         value = run(*real[0], **real[1]) if schema is None else self._memo.call(op, *real, run)
         return self.node(op, args, kwargs, value)
 
-    def node(self, op: Target, args: Args, kwargs: Kwargs, value: Any, num_bytes: int = 0, what: str = "") -> Node:
+    def node(self, op: Target, args: Args, kwargs: Kwargs, value: object, num_bytes: int = 0, what: str = "") -> Node:
         node = append_call(self.graph, op, args, kwargs)
         describe(node, self.info._replace(num_bytes=num_bytes, what=what) if num_bytes else self.info, value)
         return node
@@ -171,7 +171,7 @@ class Partitioner:
         graph.output(tuple(outputs))
         return graph
 
-    def _output(self, index: int, result: Any) -> Any:
+    def _output(self, index: int, result: object) -> Any:
         if not isinstance(result, Node):
             return result
         node = self.form(result, self.found.required[index])

@@ -248,7 +248,7 @@ def _sources(node: Node, anywhere: Collection[Node]) -> Iterable[Node]:
 
 
 def _assign(
-    graph: Graph, ends: Sequence[tuple[Output, Any]], num_stages: int, anywhere: set[Node], weights: bool
+    graph: Graph, ends: Sequence[tuple[Output, object]], num_stages: int, anywhere: set[Node], weights: bool
 ) -> dict[Node, Cell]:
     """The cell of every call that an output of the step depends on."""
     needed: set[Node] = set()
@@ -289,7 +289,7 @@ def _waited_for(cell_of: Mapping[Node, Cell], anywhere: Collection[Node]) -> set
 
 
 def _cell_of_output(
-    output: Output, result: Any, cell_of: Mapping[Node, Cell], anywhere: Collection[Node], num_stages: int
+    output: Output, result: object, cell_of: Mapping[Node, Cell], anywhere: Collection[Node], num_stages: int
 ) -> Cell:
     if isinstance(result, Node) and result in cell_of:
         return cell_of[result]

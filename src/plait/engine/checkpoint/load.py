@@ -263,8 +263,9 @@ class _Load:
         return found
 
     def _state_of(
-        self, parameter: nn.Parameter, before: Mapping[str, Any], group: Mapping[str, Any], batch: dict[str, Wanted]
-    ) -> dict[str, Any]:
+        self, parameter: nn.Parameter, before: Mapping[str, object], group: Mapping[str, object],
+        batch: dict[str, Wanted],
+    ) -> dict[str, Any]:  # fmt: skip
         """The new state of a parameter; the tensors to be read for it are added to `batch`."""
         name, own = self._names[id(parameter)], self._manifest.values["own"]
         after: dict[str, Any] = {}
@@ -340,7 +341,7 @@ def _wanted_model(run: TrainState) -> dict[str, Wanted]:
 
 
 def _place(
-    before: Any, parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, group: Mapping[str, Any]
+    before: object, parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, group: Mapping[str, object]
 ) -> Tensor:
     """A tensor to read a parameter's state into: the existing one if it fits."""
     if torch.is_tensor(before) and not is_away(before) and tuple(before.shape) == shape and before.dtype == dtype:

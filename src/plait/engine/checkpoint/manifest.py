@@ -65,7 +65,7 @@ class FileEntry:
         return {"bytes": self.bytes, "crc32": "".join(f"{crc:08x}" for crc in self.blocks), "tensors": self.tensors}
 
     @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> FileEntry:
+    def of(cls, plain: Mapping[str, object]) -> FileEntry:
         """The inverse of `plain`. Raises CheckpointError for an invalid entry."""
         return checked(_FILE, plain, "the record of a file").entry()
 

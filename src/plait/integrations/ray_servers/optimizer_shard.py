@@ -98,7 +98,7 @@ class OptimizerShard(TrainState):
         """The optimizer's state, by variable name and key. Tensors are the optimizer's own, not copies."""
         return {name: self._state_of(p) for name, p in self.parameters.items()}
 
-    def set_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def set_optimizer_state(self, state: Mapping[str, Mapping[str, object]]) -> None:
         """Replace the optimizer's state by a copy of the given one; variables that it does not name keep theirs."""
         assert self.optimizer is not None
         for name, parameter in self.parameters.items():
@@ -114,7 +114,7 @@ class OptimizerShard(TrainState):
         rest = [{k: v for k, v in g.items() if k not in _OWN} for g in self.optimizer.param_groups]
         return [{**options, "members": names} for options, names in zip(rest, self._members(), strict=True)]
 
-    def set_options(self, groups: Sequence[Mapping[str, Any]], scheduler: Mapping[str, Any] | None) -> None:
+    def set_options(self, groups: Sequence[Mapping[str, object]], scheduler: Mapping[str, object] | None) -> None:
         """Load the group options and the scheduler state of an optimizer of all variables.
 
         The groups here are matched by their members, because the user's function may have made fewer groups for fewer
@@ -156,7 +156,7 @@ def _group_of(index: int, names: Sequence[str], groups: Sequence[Mapping[str, An
     return found[0] if found else min(index, len(groups) - 1)
 
 
-def _of_groups(state: Mapping[str, Any], chosen: Sequence[int], num_groups: int) -> dict[str, Any]:
+def _of_groups(state: Mapping[str, object], chosen: Sequence[int], num_groups: int) -> dict[str, Any]:
     """The part of a scheduler's state that is about the chosen groups: its lists have an item for each group."""
     if [*chosen] == [*range(num_groups)]:
         return dict(state)

@@ -233,7 +233,7 @@ class Server:
         if since >= max(_BETWEEN_SNAPSHOTS, self._took / _PART_FOR_SNAPSHOTS):
             self.snapshot()
 
-    def _gradient(self, number: int, member: Member, push: Any) -> Sequence[Any] | str:
+    def _gradient(self, number: int, member: Member, push: object) -> Sequence[Any] | str:
         """The arrays of a push, or the reason why it is refused."""
         if member.job != self.job:
             return f"worker {member.worker} pushes for the job {member.job}, and this server is of {self.job}"

@@ -189,7 +189,7 @@ class RunSupervisor:
         self.coordinator.leave.remote(group.worker, why)
         self.add_worker()
 
-    def _get(self, reference: Any) -> Any:
+    def _get(self, reference: object) -> Any:
         """The result of a call. An error of plait is raised again; RoleFailed stands for any other error, WorldError
         for a process that is gone."""
         ray = self._ray
