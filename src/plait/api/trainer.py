@@ -460,7 +460,7 @@ class Trainer:
                 write_trace(self._trace, recorder)
             recorder.close()
 
-    def span(self, kind: str, name: str) -> AbstractContextManager[Any]:
+    def span(self, kind: str, name: str) -> AbstractContextManager[object]:
         """Record what happens within, if there is a trace: `with trainer.span("data", "next"): batch = next(it)`."""
         return self.engine.span(kind, name)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -280,7 +280,7 @@ def _pipeline_calls(program: RankProgram) -> PipelineCalls:
                 num = schedule.num_micro_of(rank, stages.index(cell[1]))
                 micro_graphs[rank, cell] = program.micro_graphs_of_cell(cell, num)
     messages: dict[RankAction, int] = {}
-    made: dict[Any, list[Any]] = defaultdict(list)
+    made: dict[Hashable, list[Any]] = defaultdict(list)
     for value in cells.values:
         made[value.source].append(value)
     for rank, actions in enumerate(schedule.ranks):

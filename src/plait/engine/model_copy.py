@@ -41,7 +41,7 @@ class Twin(nn.Module):
         ]
         self._modes = {id(m): m.training if model.training else True for m in model.modules()}
 
-    def _copied(self, held: dict[str, object]) -> dict[str, Any]:
+    def _copied(self, held: dict[str, object]) -> dict[str, object]:
         return {key: self._made.get(id(value), value) for key, value in held.items()}
 
     def __deepcopy__(self, memo: object) -> Twin:

@@ -8,7 +8,7 @@ dtype but have no values. Reading values of one raises ModelError, or fetches th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ _METHODS = (
 )  # fmt: skip
 
 
-def _harmless() -> set[Any]:
+def _harmless() -> set[Hashable]:
     """The functions that need no values of a parameter."""
     found: set[Any] = {getattr(torch.Tensor, name) for name in _METHODS}
     for name in _PROPERTIES:

@@ -17,7 +17,7 @@ import math
 import random
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -353,7 +353,7 @@ class StateEstimate:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._found: dict[Any, _Forms] = {}
+        self._found: dict[Hashable, _Forms] = {}
 
     def state_bytes(self, group: dict[str, object], shape: tuple[int, ...], dtype: torch.dtype) -> list[int]:
         """The bytes of each large tensor of a parameter's state; empty for an optimizer that cannot be tried."""

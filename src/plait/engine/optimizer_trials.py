@@ -9,7 +9,7 @@ import math
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -39,7 +39,7 @@ _TRIED = (4, 6, 2, 2, 2, 2)  # shape of the tensors that an optimizer is tried o
 _SCALES = (1.0, 1.0, 100.0, 1.0, 0.01, 1.0, 1.0, 1.0)
 _APART = "updates an element by the values of other elements, or of other tensors"
 
-_shared: dict[Any, str] = {}  # the results of trials, by all that they depend on
+_shared: dict[Hashable, str] = {}  # the results of trials, by all that they depend on
 
 # By optimizer: the meta tensors, by name, that it was given for the parameters of other ranks.
 _absent: WeakKeyDictionary[torch.optim.Optimizer, dict[str, nn.Parameter]] = WeakKeyDictionary()
@@ -438,7 +438,7 @@ def without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return found
 
 
-def _options(group: Mapping[str, Any], tensors: Iterable[Tensor]) -> dict[str, Any]:
+def _options(group: Mapping[str, Any], tensors: Iterable[Tensor]) -> dict[str, object]:
     """Options for a trial on these tensors: a learning rate that moves them, as that of the group may be 0 at the
     moment, and on the host none that torch's optimizers have for accelerators alone."""
     found: dict[str, Any] = {}

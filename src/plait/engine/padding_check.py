@@ -155,7 +155,7 @@ class _WithoutChance(GlobalRandom):
         self._no_dropout[-1].__enter__()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._no_dropout.pop().__exit__(*exception)
         super().__exit__(*exception)
 

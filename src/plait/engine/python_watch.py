@@ -180,7 +180,7 @@ class PythonWatch:
         now = ((place, _numbers_of(self.tensor(place))) for place in sorted(self._compared))
         return tuple((place, numbers) for place, numbers in now if numbers != self._compared[place])
 
-    def _all_tokens(self) -> dict[str, Any]:
+    def _all_tokens(self) -> dict[str, object]:
         reached = self.reached
         self._values = dict(reached.values)
         found: dict[str, Any] = {place: self._token(place, value) for place, value in reached.values.items()}

@@ -131,7 +131,7 @@ class _State(MutableMapping[str, Any]):
         member, own = self._at(key)
         return member.state.get(self._parameter, {})[own]
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key: str, value: object) -> None:
         member, own = self._at(key)
         member.state[self._parameter][own] = value
 
@@ -152,7 +152,7 @@ class _State(MutableMapping[str, Any]):
         return self._holders[0][1], key
 
 
-def held_optimizers(holder: Any) -> dict[str, Any]:
+def held_optimizers(holder: Any) -> dict[str, object]:
     """The optimizers that an object has as attributes, or in lists, tuples and dicts among its attributes, by name."""
     found: dict[str, Any] = {}
     for name, value in getattr(holder, "__dict__", {}).items():
@@ -234,7 +234,7 @@ def _of_torch() -> frozenset[str]:
     return frozenset(vars(torch.optim.SGD([torch.empty(0)]))) | {"_opt_called", "_step_supports_amp_scaling"}
 
 
-def _is_number(name: str, value: Any) -> bool:
+def _is_number(name: str, value: object) -> bool:
     return isinstance(value, (bool, int, float)) and name not in _of_torch()
 
 

@@ -38,7 +38,7 @@ def chrome_trace(measured: Iterable[tuple[int, float, Trace]], predicted: Trace 
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
 
 
-def _spans(trace: Trace, step: int, at: float, thread: int) -> list[dict[str, Any]]:
+def _spans(trace: Trace, step: int, at: float, thread: int) -> list[dict[str, object]]:
     events = []
     for span in trace.spans:
         arguments = {"step": step}

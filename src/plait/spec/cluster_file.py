@@ -335,7 +335,7 @@ class _Reader:
         given = [text for key, text in self.sources.items() if path == key or path.startswith(f"{key}.")]
         return given[-1] if given else next(row.look for key, row in NUMBERS.items() if path.startswith(key))
 
-    def table(self, table: Mapping[str, object], key: str, path: str = "") -> dict[str, Any]:
+    def table(self, table: Mapping[str, object], key: str, path: str = "") -> dict[str, object]:
         found = table.get(key)
         if not isinstance(found, dict):
             raise ConfigError(f"{self.place}: the table [{path or key}] is missing")

@@ -84,7 +84,7 @@ class MetricsLog:
             self._tensorboard.close()
 
 
-def read_steps(path: Path) -> list[dict[str, Any]]:
+def read_steps(path: Path) -> list[dict[str, object]]:
     """The lines of steps. Lines that cannot be parsed are skipped, because a run may be killed while it writes one.
 
     A file that does not exist has no lines. Raises DataError if the file exists and cannot be read.

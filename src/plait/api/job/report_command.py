@@ -155,7 +155,7 @@ def compare_runs(runs: Sequence[Path], out: Path | None) -> str:
     return table
 
 
-def _lines(run: Path) -> list[dict[str, Any]]:
+def _lines(run: Path) -> list[dict[str, object]]:
     found = read_steps(run / METRICS)
     if not found:
         raise DataError(f"{str(run)!r} has no {METRICS} with a step in it; name the folders of runs, their train.out")

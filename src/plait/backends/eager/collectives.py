@@ -293,7 +293,7 @@ class Halves:
     rest: tuple[int, ...] = ()
 
 
-_HALVES: dict[Any, Halves] = {}
+_HALVES: dict[Target, Halves] = {}
 
 
 def halves_of(op: Target) -> Halves | None:

@@ -302,28 +302,28 @@ def plain_numbers(values: Any) -> Any:
     return map_aggregate(values, _plain)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, slice):
         return slice(_plain(value.start), _plain(value.stop), _plain(value.step))
     return value.plain() if isinstance(value, BatchNumber) else value
 
 
-def _python(value: Any) -> Any:
+def _python(value: object) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     """A key that decides the dtype of a number's tensor: its type, or the number itself if no dtype can hold it."""
     if type(value).__name__ not in _DTYPES or (type(value) is int and not -(2**63) <= value < 2**63):
         return repr(value)
     return type(value).__name__
 
 
-def _same(value: Any) -> Any:
+def _same(value: object) -> Any:
     return value
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, BatchNumber) or type(value) in (bool, int, float) or isinstance(value, np.number)
 
 

@@ -13,7 +13,7 @@ import math
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -73,7 +73,7 @@ class LateValues(TorchFunctionMode):
         self._open = True
         self.parts: PartsLeftOut | None = None
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         self._open = False
 
@@ -209,7 +209,7 @@ class LateValues(TorchFunctionMode):
 _PRINTED = frozenset({Tensor.__float__, Tensor.__int__, Tensor.__format__, Tensor.tolist})
 _IN_PRINT: dict[Any, Any] = {Tensor.__int__: 0, Tensor.tolist: UNKNOWN}
 _ALL = {torch._is_all_true: torch.all, torch._is_any_true: torch.any}  # in argument checks of distributions
-_BY_OTHERS: dict[Any, Callable[..., Any]] = {
+_BY_OTHERS: dict[Hashable, Callable[..., Any]] = {
     F.ctc_loss: with_lengths,
     torch.ctc_loss: with_lengths,
     F.embedding_bag: by_lookup,

@@ -82,7 +82,7 @@ class Selections(TorchFunctionMode):
         self._loop = loop = ExpertLoop(places, self._recorder, self._modules)
         return loop.run(sys._getframe(2), self._left)
 
-    def adding(self, x: Tensor, keep: Tensor, add: Callable[[], Any]) -> Any:
+    def adding(self, x: Tensor, keep: Tensor, add: Callable[[], object]) -> Any:
         """Add rows that a mask selects to a value, with `add`, which returns the value or None."""
         last, was = last_call(self._recorder), self._recorder.node_of(x)
         found = add()

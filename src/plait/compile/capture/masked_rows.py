@@ -59,7 +59,7 @@ class Owner(Protocol):
     def each(self, places: Selected) -> Iterator[Any]:
         """What a loop over the places that a mask selects goes through."""
 
-    def adding(self, x: Tensor, keep: Tensor, add: Callable[[], Any]) -> Any:
+    def adding(self, x: Tensor, keep: Tensor, add: Callable[[], object]) -> Any:
         """Add rows that a mask selects to a value, with `add`, which returns the value or None."""
 
     def note_addition(self, addition: Addition) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import bisect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,7 +61,7 @@ def plain_kernels() -> Iterator[None]:
 
 def autograd_nodes(result: Tensor) -> Iterator[Any]:
     """The nodes of autograd's graph behind a tensor, each once."""
-    seen: set[Any] = set()
+    seen: set[Hashable] = set()
     stack: list[Any] = [result.grad_fn]
     while stack:
         node = stack.pop()
@@ -90,7 +90,7 @@ class ForwardModules:
         ]
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         for hook in self._hooks:
             hook.remove()
 
@@ -140,7 +140,7 @@ class BackwardModules:
                 before = self._setter(self._forward.at(number), self._recorder.place_of(number))
                 self._hooks.append(node.register_prehook(before))
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         for hook in self._hooks:
             hook.remove()
         self._recorder.at = None

@@ -258,7 +258,7 @@ def _hooked(module: nn.Module, name: str, device: str) -> Iterator[None]:
     halves = any(p.dtype in HALF for p in module.parameters())
     inside: list[tuple[Any, bool]] = []
 
-    def cast(value: Any) -> Any:
+    def cast(value: object) -> Any:
         return value.to(wide) if isinstance(value, Tensor) and value.dtype in HALF else value
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -41,7 +41,7 @@ class Holder:
         """The values by key."""
         raise NotImplementedError
 
-    def put(self, key: Any, value: Any) -> None:
+    def put(self, key: Any, value: object) -> None:
         """Set one value; MISSING removes it."""
         raise NotImplementedError
 
@@ -76,7 +76,7 @@ class DictHolder(Holder):
         now = self.of if type(self.of) is dict else self.now()
         return len(now) == len(self.before) and all(map(is_, now.values(), self.before.values()))
 
-    def put(self, key: Any, value: Any) -> None:
+    def put(self, key: Any, value: object) -> None:
         if value is MISSING:
             del self.of[key]
         else:
@@ -110,7 +110,7 @@ class ListHolder(Holder):
     def is_same(self) -> bool:
         return len(self.of) == len(self.before) and all(map(is_, self.of, self.before.values()))
 
-    def put(self, key: Any, value: Any) -> None:
+    def put(self, key: Any, value: object) -> None:
         if value is not MISSING and key < len(self.of):
             self.of[key] = value
         elif value is not MISSING:
@@ -132,7 +132,7 @@ class SetHolder(Holder):
     def is_same(self) -> bool:
         return len(self.of) == len(self.before) and all(value in self.before for value in self.of)
 
-    def put(self, key: Any, value: Any) -> None:
+    def put(self, key: Any, value: object) -> None:
         self.of.discard(key) if value is MISSING else self.of.add(key)
 
 
@@ -154,7 +154,7 @@ class NamesHolder(Holder):
             return {key: self.of.__dict__.get(key, MISSING) for key in self.keys}
         return {key: getattr(self.of, key, MISSING) for key in self.keys}
 
-    def put(self, key: Any, value: Any) -> None:
+    def put(self, key: Any, value: object) -> None:
         if isinstance(self.of, types.CellType):
             self.of.cell_contents = value
         elif isinstance(self.of, dict):
@@ -177,7 +177,7 @@ class ProxyHolder(DictHolder):
 
     __slots__ = ()
 
-    def put(self, key: Any, value: Any) -> None:
+    def put(self, key: Any, value: object) -> None:
         raise AssertionError("a mapping proxy takes no values")
 
     def put_back(self) -> None:
@@ -193,7 +193,7 @@ class ContextHolder(Holder):
     def now(self) -> dict[Any, Any]:
         return {"get()": self.of.get(MISSING)}
 
-    def put(self, key: Any, value: Any) -> None:
+    def put(self, key: Any, value: object) -> None:
         if value is not MISSING:
             self.of.set(value)
 
@@ -238,7 +238,7 @@ def put_bytes_back(values: Any, before: bytes) -> None:
 _SYSTEM = "the system's random bytes (uuid4, secrets, SystemRandom)"
 
 
-def is_source(value: Any) -> bool:
+def is_source(value: object) -> bool:
     """Whether the value is a random number generator with a state of its own."""
     kinds = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
     return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)

@@ -66,7 +66,7 @@ class Reached:
         self.tensors: dict[str, Tensor] = {}
         self.places: dict[int, str] = {}  # of tensors, by id
         self.slots: dict[str, tuple[Holder, Any]] = {}  # holder and key of a value that a holder has, by place
-        self.structure: dict[str, Any] = {}  # what must not change of values that are neither plain nor tensors
+        self.structure: dict[str, object] = {}  # what must not change of values that are neither plain nor tensors
         self.holders: list[Holder] = []
         self.empty: list[Any] = []  # containers that are empty
         self.empty_places: list[str] = []
@@ -416,7 +416,7 @@ def _slots(kind: type) -> list[str]:
     return [slots] if isinstance(slots, str) else list(slots)
 
 
-def _is_code(value: Any) -> bool:
+def _is_code(value: object) -> bool:
     kinds = (
         types.FunctionType,
         staticmethod,
@@ -428,7 +428,7 @@ def _is_code(value: Any) -> bool:
     return isinstance(value, kinds) or callable(value)
 
 
-def _kind(value: Any) -> Any:
+def _kind(value: object) -> Any:
     """The facts of a value, neither plain nor a tensor, that must stay the same."""
     if isinstance(value, types.FunctionType):
         return value.__code__

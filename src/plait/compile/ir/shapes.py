@@ -85,7 +85,7 @@ class ShapeMemo:
         found = self._found[key]
         return found if mode is None else fakes_of(found, mode)
 
-    def _mode_without(self, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
+    def _mode_without(self, args: Any, kwargs: Any) -> AbstractContextManager[object]:
         """The mode, for a call without tensors."""
         given = any(True for _ in _tensors((*args, *kwargs.values())))
         return nullcontext() if given or self._mode is None else self._mode

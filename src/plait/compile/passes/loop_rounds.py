@@ -86,7 +86,7 @@ class LoopRounds:
         self.home: dict[Node, tuple[Lanes, int]] = {}
         self._befores: dict[tuple[Lanes, bool], list[Before]] = {}
         self._sources: dict[tuple[Node, int, bool], Lanes] = {}
-        self._undo: list[Callable[[], Any]] = []
+        self._undo: list[Callable[[], object]] = []
 
     def follow(self, values: Sequence[RoundValue]) -> Operand | None:
         """What the values of all rounds are; None if the rounds do not do the same."""

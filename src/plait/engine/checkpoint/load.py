@@ -106,7 +106,7 @@ def look_up_weights(world: World, model: nn.Module, path: Location) -> None:
     Barrier(world).on_all_ranks("fits", lambda: _find_weights(model, _shapes_of(model), path))
 
 
-def check(run: TrainState, path: Location) -> dict[str, Any]:
+def check(run: TrainState, path: Location) -> dict[str, object]:
     """Check by the manifest alone that `load` would succeed, for a run of one rank. Returns `extra`, with names for
     tensors.
 
@@ -209,7 +209,7 @@ class _Load:
                 num_bytes = 0
         self._settle(batch, members)
 
-    def take_values(self) -> dict[str, Any]:
+    def take_values(self) -> dict[str, object]:
         """Load everything but tensors of model and optimizer. Returns what the caller saved as `extra`."""
         run, own = self._run, self._manifest.values["own"]
         common = decode(self._common, self._small.__getitem__)
@@ -265,7 +265,7 @@ class _Load:
     def _state_of(
         self, parameter: nn.Parameter, before: Mapping[str, object], group: Mapping[str, object],
         batch: dict[str, Wanted],
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, object]:  # fmt: skip
         """The new state of a parameter; the tensors to be read for it are added to `batch`."""
         name, own = self._names[id(parameter)], self._manifest.values["own"]
         after: dict[str, Any] = {}

@@ -60,7 +60,7 @@ class FileEntry:
         """The CRC-32 of the whole file, as any tool computes it."""
         return combine_crcs(self.blocks, BLOCK, self.bytes)
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         """The entry as JSON values."""
         return {"bytes": self.bytes, "crc32": "".join(f"{crc:08x}" for crc in self.blocks), "tensors": self.tensors}
 

@@ -48,7 +48,7 @@ def describe(run: TrainState, extra: Mapping[str, object]) -> State:
             " belong to; let it keep them in state[parameter]"
         )
     tensors: dict[str, LocalShard] = {}
-    own: dict[str, Any] = {}
+    own: dict[str, object] = {}
     means = _means(run)
     for name, parameter in held.parameters.items():
         data: Any = means.get(MODEL + name, parameter.detach())

@@ -190,7 +190,7 @@ def _with_state(run: TrainState) -> set[str]:
     return {name for name, each in zip(held.layouts, kept, strict=True) if each}
 
 
-def group_options(run: TrainState) -> list[dict[str, Any]]:
+def group_options(run: TrainState) -> list[dict[str, object]]:
     """The parameter groups with names in place of tensors, with the parameters of all ranks."""
     assert run.optimizer is not None
     names = {id(p): name for name, p in parameters_of(run.optimizer, run.held.parameters).items()}

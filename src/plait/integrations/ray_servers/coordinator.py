@@ -388,7 +388,7 @@ class Coordinator:
         for tasks in self._tasks.values():
             tasks.close()
 
-    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _in_background(self, work: Coroutine[object, object, object]) -> None:
         async def guarded() -> None:
             try:
                 await work

@@ -139,7 +139,7 @@ class FullModel:
         self.shard = OptimizerShard(
             dict(model.named_parameters()), job.optimizer, job.scheduler, job.plan, job.seed, model=model
         )  # fmt: skip
-        self.outer: dict[str, dict[str, Any]] = {}
+        self.outer: dict[str, dict[str, object]] = {}
         self._saver = Saver()
         small = {v.name: nn.Parameter(torch.zeros((1,) * len(v.shape))) for v in job.variables}
         # An optimizer of tiny parameters, whose scheduler gives the learning rate of each step.
