@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -162,7 +163,7 @@ class Estimator:
         return [] if names is None or names == plan.cut else [dataclasses.replace(plan, cut=names)]
 
 
-def _kind(program: RankProgram, rank: int) -> Any:
+def _kind(program: RankProgram, rank: int) -> Hashable:
     """A key that is equal for ranks that take the same memory: the shapes of their parts, and which graphs they run."""
     mesh = program.plan.mesh
     here = mesh.coordinates(rank)

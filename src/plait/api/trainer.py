@@ -31,7 +31,7 @@ from plait.engine.environment import resolve_plan, resolve_trace
 from plait.engine.executor import StepExecutor
 from plait.engine.gathered import gathered, not_started
 from plait.engine.gradient_noise import NoiseMeter, check_noise_every
-from plait.engine.rank_optimizers import OptimizerFactory
+from plait.engine.rank_optimizers import OptimizerFactory, SchedulerFactory
 from plait.engine.setup_checks import check_given, check_plan, place_here
 from plait.engine.trace_folder import write_plan, write_trace
 from plait.engine.train_state import MovingAverage, TrainState
@@ -137,7 +137,7 @@ class Trainer:
         layouts: Annotations | None = None,
         seed: int = 0,
         clip_norm: float | None = None,
-        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        scheduler: SchedulerFactory | None = None,
         callbacks: Sequence[Callable[[StepEnd], None]] = (),
         on_nan: Literal["raise", "warn"] = "raise",
         scratch: str | Path | None = None,

@@ -46,7 +46,7 @@ from plait.engine.model_weights import AsItWas, refuse_away
 from plait.engine.optimizer_step import OptimizerStep
 from plait.engine.optimizer_trials import note_absent
 from plait.engine.rank_executor import RankExecutor
-from plait.engine.rank_optimizers import OptimizerFactory, build_both, build_optimizer
+from plait.engine.rank_optimizers import OptimizerFactory, SchedulerFactory, build_both, build_optimizer
 from plait.engine.same_batch import SameBatch
 from plait.engine.setup_checks import agree_on_setup, check_captured, describe_optimizer
 from plait.engine.step_results import refuse_padding, without_padding
@@ -92,7 +92,7 @@ class Engine:
         plan: Plan,
         world: World,
         optimizer: OptimizerFactory | None,
-        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        scheduler: SchedulerFactory | None = None,
         *,
         seed: int = 0,
         clip_norm: float | None = None,

@@ -136,7 +136,7 @@ def _refuse_to_load(module: nn.Module, *_: object) -> None:
 
 def replace_parameters(
     model: nn.Module, parameters: Mapping[str, nn.Parameter]
-) -> list[tuple[nn.Module, dict[str, Any]]]:
+) -> list[tuple[nn.Module, dict[str, object]]]:
     """Replace the model's parameters of these names (first names, for tied parameters) under all names that they
     have.
 

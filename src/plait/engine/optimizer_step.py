@@ -199,7 +199,7 @@ class OptimizerStep:
         for each in self._buffers:
             each.drop()
 
-    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+    def state_of(self, parameter: nn.Parameter) -> dict[str, object]:
         """A parameter's optimizer state by key; tensors on disk are read into new memory."""
         state = dict(self._optimizer.state.get(parameter, {}))
         places = self._places.get(parameter, {})

@@ -31,7 +31,7 @@ from plait.spec.layout import Layout, Shard
 EXACT: dict[type, type] = {torch.optim.Adafactor: Adafactor, torch.optim.Muon: Muon}
 
 # By key of a parameter's state: the function that makes its value for a given parameter.
-_Constructed = dict[str, Callable[[Tensor], Any]]
+_Constructed = dict[str, Callable[[Tensor], object]]
 
 _filtering = threading.RLock()  # warning filters are global to the process
 _TRIED = (4, 6, 2, 2, 2, 2)  # shape of the tensors that an optimizer is tried on, up to the number of dims
@@ -92,7 +92,7 @@ def state_layouts(
     return result
 
 
-def kept_of(optimizer: torch.optim.Optimizer, name: str, ndim: int, step: int) -> dict[str, Any]:
+def kept_of(optimizer: torch.optim.Optimizer, name: str, ndim: int, step: int) -> dict[str, object]:
     """The state that the optimizer keeps, after `step` steps, for a parameter of another rank: keys, and values of
     the right kind but with the shapes of a small tensor."""
     absent = _absent.get(optimizer, {}).get(name)
@@ -107,7 +107,7 @@ def kept_of(optimizer: torch.optim.Optimizer, name: str, ndim: int, step: int) -
 
 def _kept_by_wrappers(optimizer: torch.optim.Optimizer) -> dict[int, Mapping[str, Any]]:
     """The state that wrappers and their members keep for a small tensor, by id of the parameter."""
-    found: dict[int, Mapping[str, Any]] = {}
+    found: dict[int, Mapping[str, object]] = {}
     if not isinstance(optimizer, CombinedOptimizer):
         return found
     real = {id(p): p for group in optimizer.param_groups for p in group["params"]}
@@ -441,7 +441,7 @@ def without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def _options(group: Mapping[str, Any], tensors: Iterable[Tensor]) -> dict[str, object]:
     """Options for a trial on these tensors: a learning rate that moves them, as that of the group may be 0 at the
     moment, and on the host none that torch's optimizers have for accelerators alone."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     rate = group.get("lr")
     on_host = bool(group.get("capturable")) and not group.get("fused") and all(is_host(t.device) for t in tensors)
     if on_host:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,6 +168,6 @@ class _WithoutChance(GlobalRandom):
         return found
 
     def _draw(
-        self, shape: Any, dtype: torch.dtype, device: torch.device, kind: str, params: tuple[float, ...]
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, kind: str, params: tuple[float, ...]
     ) -> Tensor:
         return torch.full(tuple(shape), _CONSTANT[kind](*params), dtype=dtype, device=device)

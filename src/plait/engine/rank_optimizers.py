@@ -42,6 +42,7 @@ _WELL_KNOWN = ("torch.optim", "plait.optim")  # modules whose optimizers update 
 
 # parameters -> an optimizer, an object that holds several, or a list of these; or (name pattern, such a function) pairs
 OptimizerFactory = Callable[..., Any] | Sequence[tuple[str, Callable[..., Any]]]
+SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 
 def make_optimizer(
@@ -217,7 +218,7 @@ class HeldParameters(Protocol):
 
 def build_both(
     make_optimizer: OptimizerFactory,
-    make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+    make_scheduler: SchedulerFactory | None,
     held: HeldParameters,
     world: World,
 ) -> tuple[torch.optim.Optimizer, Any]:
@@ -226,7 +227,7 @@ def build_both(
     return optimizer, build_scheduler(make_scheduler, optimizer)
 
 
-def build_scheduler(factory: Callable[[Any], Any] | None, optimizer: torch.optim.Optimizer) -> Any:
+def build_scheduler(factory: SchedulerFactory | None, optimizer: torch.optim.Optimizer) -> Any:
     """The learning-rate scheduler that `factory` makes.
 
     The factory is called with the object that the optimizer's function returned; if that is a list, with all optimizers

@@ -8,7 +8,7 @@ of all of them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         return f"{'' if isinstance(self.given, (list, tuple)) else type(self.given).__name__}({inner})"
 
     @property
-    def wrappers(self) -> list[Any]:
+    def wrappers(self) -> list[object]:
         """The objects in `given` whose step() calls those of other optimizers."""
         units = self.given if isinstance(self.given, (list, tuple)) else [self.given]
         return [unit for unit in units if held_optimizers(unit)]
@@ -53,7 +53,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         """The first member that has the group."""
         return next(m for m in self.members.values() if any(own is group for own in m.param_groups))
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], object] | None = None) -> None:  # type: ignore[override]
         """One step of every member, for only the groups that are in `param_groups` now."""
         left_out = self._every_group - {id(group) for group in self.param_groups}
         before = [(member, member.param_groups) for member in self.members.values()]
@@ -120,7 +120,7 @@ class _States(MutableMapping[Tensor, Any]):
         return self._holders.get(parameter) or [("", next(iter(self._members.values())))]
 
 
-class _State(MutableMapping[str, Any]):
+class _State(MutableMapping[str, object]):
     """The members' state of one parameter. Reading it adds nothing to a member's state."""
 
     def __init__(self, holders: list[tuple[str, _Optimizer]], parameter: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
@@ -149,10 +149,10 @@ def outputs_of(captured: Captured, values: Mapping[str, Tensor], weights: Mappin
 
 
 _codegen_lock = threading.Lock()  # torch.fx generates code with the help of globals
-_functions: WeakKeyDictionary[Graph, Any] = WeakKeyDictionary()  # shared by ranks that are threads
+_functions: WeakKeyDictionary[Graph, Callable[..., Any]] = WeakKeyDictionary()  # shared by ranks that are threads
 
 
-def _compile(graph: Graph) -> Any:
+def _compile(graph: Graph) -> Callable[..., Any]:
     """The graph as a Python function, which frees each value after its last use. Its first argument is not used."""
     with _codegen_lock:
         if graph not in _functions:

@@ -79,7 +79,7 @@ class _Running:
     last: Node
     nodes: dict[int, Node]
     state: LoopState
-    changed: dict[str, Any]
+    changed: dict[str, object]
     num_checks: int
     error: Exception
     own: set[Node] = field(default_factory=set)

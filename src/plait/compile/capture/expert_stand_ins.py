@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -107,7 +107,7 @@ class OwnRow:
             raise AttributeError(name)
         return lambda *args, **kwargs: OwnRow.__torch_function__(method, (), (self, *args), kwargs)
 
-    def _unknown(self, *others: object) -> Any:
+    def _unknown(self, *others: object) -> NoReturn:
         raise dynamic()
 
     __bool__ = __len__ = __iter__ = _unknown
@@ -223,7 +223,7 @@ class LoopIndex:
 
     __hash__ = object.__hash__
 
-    def _unknown(self, *others: object) -> Any:
+    def _unknown(self, *others: object) -> NoReturn:
         raise dynamic()
 
     def _number(self) -> int:

@@ -16,8 +16,9 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -179,7 +180,7 @@ class LateValues(TorchFunctionMode):
                 raise
             return self.number(tensor.detach().reshape(()))
 
-    def _printed(self, func: Any, args: tuple[Any, ...]) -> Any:
+    def _printed(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """`f"{loss:.3f}"`, `"%.3f" % loss`."""
         tensor = args[0]
         if not isinstance(tensor, FakeTensor):
@@ -195,7 +196,7 @@ class LateValues(TorchFunctionMode):
             self._shown[source_line(frame)] = None
             return _IN_PRINT.get(func, math.nan)
 
-    def _array(self, tensor: Tensor) -> Any:
+    def _array(self, tensor: Tensor) -> np.ndarray | LateArray:
         known = self._known(tensor, False)
         if known is not None:
             with _disable_current_modes():
@@ -207,7 +208,7 @@ class LateValues(TorchFunctionMode):
 
 
 _PRINTED = frozenset({Tensor.__float__, Tensor.__int__, Tensor.__format__, Tensor.tolist})
-_IN_PRINT: dict[Any, Any] = {Tensor.__int__: 0, Tensor.tolist: UNKNOWN}
+_IN_PRINT: dict[Hashable, object] = {Tensor.__int__: 0, Tensor.tolist: UNKNOWN}
 _ALL = {torch._is_all_true: torch.all, torch._is_any_true: torch.any}  # in argument checks of distributions
 _BY_OTHERS: dict[Hashable, Callable[..., Any]] = {
     F.ctc_loss: with_lengths,
@@ -318,23 +319,23 @@ class LateNumber:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __neg__(self) -> Any:
+    def __neg__(self) -> LateNumber:
         return self._owner.number(-self._tensor, self)
 
-    def __pos__(self) -> Any:
+    def __pos__(self) -> LateNumber:
         return self
 
-    def __abs__(self) -> Any:
+    def __abs__(self) -> LateNumber:
         return self._owner.number(self._tensor.abs(), self)
 
-    def __round__(self, digits: int | None = None) -> Any:
+    def __round__(self, digits: int | None = None) -> LateNumber:
         if not self._floating:
             return self
         if digits is None:
             return self._owner.number(self._tensor.round().long(), self)
         return self._owner.number(self._tensor.round(decimals=digits), self)
 
-    def item(self) -> Any:
+    def item(self) -> LateNumber:
         """Returns itself, as a numpy number does."""
         return self
 
@@ -380,7 +381,7 @@ class LateArray:
             raise AttributeError(name)
         raise _needed()
 
-    def _number(self, *others: object) -> Any:
+    def _number(self, *others: object) -> NoReturn:
         raise _needed()
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _number

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -234,7 +234,7 @@ class UnknownCount:
             return UnknownCount
         raise dynamic()
 
-    def _raise(self, *others: object) -> Any:
+    def _raise(self, *others: object) -> NoReturn:
         raise dynamic()
 
     def __bool__(self) -> bool:

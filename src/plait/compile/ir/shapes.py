@@ -41,7 +41,7 @@ def fake_of(spec: _Spec, mode: FakeTensorMode) -> FakeTensor:
 MOST_KEPT = 1 << 16  # results that the process remembers
 
 
-class ProcessMemo(dict[Any, Any]):
+class ProcessMemo(dict[Hashable, Any]):
     """A dict that all steps of a process share; it begins anew when it has grown too large."""
 
     def __init__(self, most: int) -> None:
@@ -64,7 +64,7 @@ class ShapeMemo:
     """
 
     def __init__(self, mode: FakeTensorMode | None = None) -> None:
-        self._found: dict[Any, Any] = {}
+        self._found: dict[Hashable, Any] = {}
         self._mode = mode
 
     def call(

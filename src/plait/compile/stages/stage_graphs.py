@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 from plait.compile.capture.captured import Output
 from plait.compile.ir.calls import (
@@ -169,7 +170,7 @@ def _split_gradients(graph: Graph, outputs: Sequence[Output]) -> list[tuple[Outp
     Changes `graph`.
     """
     (results,) = output_node(graph).args
-    found: list[tuple[Output, Any]] = []
+    found: list[tuple[Output, Argument]] = []
     for output, result in zip(outputs, results, strict=True):  # type: ignore[arg-type]
         if output.kind != "gradient" or not isinstance(result, Node):
             found.append((output, result))

@@ -63,7 +63,7 @@ def checked_outer(extra: Mapping[str, object], variables: Sequence[Variable], wh
     """The state of the outer optimizer, SGD, by variable: its momentum, or empty if it has none."""
     found = _mapping(extra.get("outer", {}), "outer", where)
     forms = {v.name: torch.empty(v.shape, dtype=getattr(torch, v.dtype), device="meta") for v in variables}
-    kept: dict[str, dict[str, Any]] = {}
+    kept: dict[str, dict[str, object]] = {}
     for name, values in found.items():
         if name not in forms:
             raise CheckpointError(f"the checkpoint in {where}: outer.{_shown(name)}: the model has no such variable")
@@ -120,7 +120,7 @@ def _shown(value: object) -> str:
 
 
 # The state of a server: values, optimizer state, tables.
-ServerState = tuple[Sequence[np.ndarray], Mapping[str, Mapping[str, Any]], Mapping[str, Mapping[str, Any]]]
+ServerState = tuple[Sequence[np.ndarray], Mapping[str, Mapping[str, Any]], Mapping[str, Mapping[str, object]]]
 
 
 class FullModel:
@@ -260,7 +260,7 @@ class FullModel:
         epoch, items = batch // self._batches, batch % self._batches * self.job.batch_size
         return {"epoch": epoch, "items": items, "seed": self.job.seed, "shuffle": True, "size": self.job.num_items}
 
-    def _rows_of(self, kept: Mapping[str, Any], server: int) -> dict[str, Any]:
+    def _rows_of(self, kept: Mapping[str, Any], server: int) -> dict[str, object]:
         """A server's rows of a table, whatever the number of servers that saved them."""
         mine = torch.from_numpy(by_server(kept["ids"].numpy(), len(self.job.shards))[server])
         return {key: packed(value[mine]) for key, value in kept.items()}

@@ -5,7 +5,7 @@ It is a TrainState, so that a server's snapshot and the run's checkpoint have on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ from plait.comm.process_world import process_world
 from plait.compile.ir.dtypes import torch_name
 from plait.engine.checkpoint.snapshot import persistent_buffers
 from plait.engine.optimizer_trials import EXACT, depends_on_the_cut
-from plait.engine.rank_optimizers import OptimizerFactory, build_optimizer, build_scheduler
+from plait.engine.rank_optimizers import OptimizerFactory, SchedulerFactory, build_optimizer, build_scheduler
 from plait.engine.train_state import TrainState
 from plait.errors import PlanError, Refusal
 from plait.integrations.ray_servers.arrays import offsets, views
@@ -62,7 +62,7 @@ class OptimizerShard(TrainState):
         self,
         parameters: Mapping[str, nn.Parameter],
         make_optimizer: OptimizerFactory,
-        make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+        make_scheduler: SchedulerFactory | None,
         plan: Plan,
         seed: int,
         model: nn.Module | None = None,
@@ -177,7 +177,7 @@ class ServerShard(OptimizerShard):
         self,
         pieces: Sequence[Piece],
         make_optimizer: OptimizerFactory,
-        make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        make_scheduler: SchedulerFactory | None = None,
         plan: Plan = Plan(),  # noqa: B008  (a frozen value)
         seed: int = 0,
     ) -> None:

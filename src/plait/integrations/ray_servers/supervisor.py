@@ -42,9 +42,9 @@ class _Group:
     """
 
     worker: int
-    actors: list[Any]
+    actors: list[object]
     run: Any
-    watches: list[Any]
+    watches: list[object]
     leaving: bool = False
 
 
@@ -93,7 +93,7 @@ class RunSupervisor:
             raise
 
     @property
-    def workers(self) -> dict[int, list[Any]]:
+    def workers(self) -> dict[int, list[object]]:
         """The actors of every worker, by worker number."""
         return {group.worker: group.actors for group in self._groups}
 

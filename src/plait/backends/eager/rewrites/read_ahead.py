@@ -48,7 +48,7 @@ def read_ahead(
     buckets: Sequence[Sequence[Node]],
     readers: Readers,
     start: Callable[[list[Node]], Node],
-    wait: Callable[[Any], list[Tensor]],
+    wait: Callable[[Gathering], list[Tensor]],
     origin: str,
     before: Node | None = None,
 ) -> None:

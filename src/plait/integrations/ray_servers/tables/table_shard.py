@@ -131,7 +131,7 @@ def first_values(ids: Ids, dim: int, scale: float, seed: int) -> NDArray[np.floa
     return found
 
 
-TableArrays = Sequence[Any]  # for each table its ids, then their gradients
+TableArrays = Sequence[object]  # for each table its ids, then their gradients
 
 OPTIMIZERS = ("adagrad", "adam")
 _FIRST = 1024  # initial capacity, in rows
