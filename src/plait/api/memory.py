@@ -108,7 +108,7 @@ class Estimator:
             plan = plan.with_own_parameters()
         program = self._program(batch, plan)
         model = self._captures.model
-        found: dict[Any, tuple[list[int], RankMemory]] = {}
+        found: dict[Hashable, tuple[list[int], RankMemory]] = {}
         for number in range(given.mesh.size):
             here = given.mesh.coordinates(number)
             rank = plan.mesh.rank(here | dict.fromkeys([given.relaxed_axis] if given.relaxed_axis else [], 0))

@@ -267,7 +267,7 @@ class _Span:
         self._num_bytes = num_bytes
 
     def __enter__(self) -> None:
-        self._start: Any = perf_counter_ns()
+        self._start: int | Event = perf_counter_ns()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

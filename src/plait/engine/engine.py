@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.backends.backend import Backend, StepResult
 from plait.backends.eager.offload.store import Offload
@@ -421,7 +421,7 @@ class Engine:
         factory = self.factories[0]
         if factory is None or executor.frozen == self._frozen:
             return
-        absent: Mapping[str, Any] = executor.absent
+        absent: Mapping[str, nn.Parameter] = executor.absent
 
         def make() -> torch.optim.Optimizer:
             return build_optimizer(factory, executor.parameters, executor.layouts, self.world, absent)

@@ -26,7 +26,7 @@ class Kind(ABC):
     def check(self, value: object) -> None:
         """Raise ValueError if the value cannot be of this kind."""
 
-    def show(self, value: object) -> str:
+    def show(self, value: Any) -> str:
         """The value as a word of the plan."""
         return str(value)
 
@@ -75,10 +75,10 @@ class Places(Axis):
         if len(value) < 2:
             raise ValueError("a pipeline has two stages or more; to share microbatches among all ranks use data=N")
 
-    def show(self, value: object) -> str:
+    def show(self, value: int | tuple[int, ...]) -> str:
         return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
-    def num_ranks(self, value: object) -> int:
+    def num_ranks(self, value: int | tuple[int, ...]) -> int:
         return sum(value) if isinstance(value, tuple) else super().num_ranks(value)
 
 
@@ -117,10 +117,10 @@ class StagePlans(Axis):
         if 1 in sizes:
             raise ValueError(f"its stages have one rank each; use pipeline={len(value)}")
 
-    def show(self, value: Any) -> str:
+    def show(self, value: tuple[tuple[str, int], ...]) -> str:
         return f"[{'|'.join(f'{name}={size}' for name, size in value)}]" if value else "none"
 
-    def num_ranks(self, value: Any) -> int:
+    def num_ranks(self, value: tuple[tuple[str, int], ...]) -> int:
         return value[0][1] if value else 1
 
 
@@ -150,14 +150,14 @@ class Number(Kind):
 class Maybe(Number):
     """A `Number`, or None, which prints as `none`."""
 
-    def parse(self, word: str) -> Any:
+    def parse(self, word: str) -> int | None:
         return None if word == "none" else super().parse(word)
 
     def check(self, value: object) -> None:
         if value is not None:
             super().check(value)
 
-    def show(self, value: object) -> str:
+    def show(self, value: int | None) -> str:
         return "none" if value is None else str(value)
 
 
@@ -180,7 +180,7 @@ class Real(Kind):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not self.low <= value < self.below:
             raise ValueError(self._expected)
 
-    def show(self, value: object) -> str:
+    def show(self, value: float | None) -> str:
         return "none" if value is None else f"{value:g}"
 
     @property
@@ -206,7 +206,7 @@ class Interval(Kind):
         if isinstance(value, tuple) and not (len(value) == 2 and value[0] < value[1]):
             raise ValueError("an interval that grows begins with the smaller number, like 4..64")
 
-    def show(self, value: object) -> str:
+    def show(self, value: int | tuple[int, int]) -> str:
         return "..".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
     _expected = "it is a number of steps, 1 or more, or one that grows like 4..64"
@@ -257,7 +257,7 @@ class Recomputes(Kind):
         if value.kind == "budget":
             Bytes().check(value.budget_bytes)
 
-    def show(self, value: Any) -> str:
+    def show(self, value: Recompute) -> str:
         if value.kind == "budget":
             return f"budget={Bytes().show(value.budget_bytes)}"
         return str(value.pattern or value.kind)
@@ -315,7 +315,7 @@ class Buckets(Kind):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(self._expected)
 
-    def show(self, value: object) -> str:
+    def show(self, value: int) -> str:
         return f"bucket:{value}" if value else "exact"
 
     _expected = "it is exact, or bucket:N with a whole number of positions, 1 or more, like bucket:64"
@@ -334,7 +334,7 @@ class Names(Kind):
         if len(set(value)) < len(value):
             raise ValueError("it names a module twice")
 
-    def show(self, value: Any) -> str:
+    def show(self, value: tuple[str, ...]) -> str:
         return ",".join(value) or "none"
 
 
@@ -351,7 +351,7 @@ class Bytes(Kind):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError("a size is 1B or more")
 
-    def show(self, value: Any) -> str:
+    def show(self, value: int) -> str:
         unit = max((unit for unit in _UNITS if value % _UNITS[unit] == 0), key=lambda unit: _UNITS[unit])
         return f"{value // _UNITS[unit]}{unit}"
 
@@ -364,7 +364,7 @@ class Family(Kind):
     value: Choice
     members: tuple[str, ...] = ()  # the suffixes that there are; empty: any pattern
 
-    def parse(self, word: str) -> tuple[tuple[str, Any], ...]:
+    def parse(self, word: str) -> tuple[tuple[str, object], ...]:
         member, _, value = word.partition("=")
         return ((member, self.value.parse(value)),)
 
@@ -374,7 +374,7 @@ class Family(Kind):
                 raise ValueError(f"{self.prefix} is followed by one of {', '.join(self.members)}")
             self.value.check(word)
 
-    def show(self, value: Any) -> str:
+    def show(self, value: tuple[tuple[str, object], ...]) -> str:
         return " ".join(f"{self.prefix}{member}={word}" for member, word in value)
 
 
@@ -393,5 +393,5 @@ class AxisSizes(Family):
             axis_kind(name)
             Axis().check(size)
 
-    def show(self, value: Any) -> str:
+    def show(self, value: tuple[tuple[str, object], ...]) -> str:
         return " ".join(f"{name}={size}" for name, size in value)

@@ -436,7 +436,7 @@ def _defaults() -> dict[str, str]:
     return {key.name: key.kind.show(key.default) for key in plan_keys()}
 
 
-def _words(key: PlanKey, value: object) -> str:
+def _words(key: PlanKey, value: Any) -> str:
     return key.kind.show(value) if isinstance(key.kind, Family) else f"{key.name}={key.kind.show(value)}"
 
 

@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ def _cannot_compile(function: RegionFunction, plan: Plan, error: Exception) -> R
     )
 
 
-def _checked(compiled: Any, strides: Sequence[tuple[int, ...]], results: Any) -> RunRegion:
+def _checked(compiled: Callable[..., Any], strides: Sequence[tuple[int, ...]], results: Any) -> RunRegion:
     """The compiled function, given tensors of the strides that it was compiled for, with results that may each be
     written to: Inductor computes equal ones once, and returns the same memory for them."""
     shared: list[int] | None = None  # the results to copy, known from the first call on

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from plait.compile.capture.graph_recorder import GraphRecorder
@@ -115,7 +116,7 @@ class BatchNumbers:
         self._fake_mode = fake_mode
         self.asked = NumberAsked()
         self.fed: dict[str, Fed] = {}
-        self.nodes: dict[str, Any] = {}
+        self.nodes: dict[str, Node] = {}
         self._fakes: dict[str, Tensor] = {}
 
     def in_place_of(self, name: str, leaf: Any) -> Any:

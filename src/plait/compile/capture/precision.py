@@ -126,7 +126,7 @@ def _cast_at(
     stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
     if module in wide and outside is not None and outside not in wide:
 
-        def after(module: nn.Module, args: Any, result: object) -> Any:
+        def after(module: nn.Module, args: object, result: object) -> Any:
             return _cast(result, dtype)
 
         stack.callback(module.register_forward_hook(after).remove)

@@ -31,7 +31,7 @@ class Tracked:
     __slots__ = ("asked", "of", "value")
 
     def __init__(
-        self, value: PlainNumber, asked: Asked, of: Callable[[PlainNumber], Any] = lambda value: value
+        self, value: PlainNumber, asked: Asked, of: Callable[[PlainNumber], PlainNumber] = lambda value: value
     ) -> None:
         self.value = value
         self.asked = asked

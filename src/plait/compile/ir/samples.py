@@ -5,7 +5,7 @@ A property that holds for all samples is taken to hold for the model, whatever o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -110,7 +110,7 @@ def holds_for_samples(
 def signature(node: Node, root: Node) -> tuple[Any, ...]:
     """How a node is computed from a root: equal for nodes of different layers that are computed alike."""
     numbers: dict[Node, int] = {root: 0}
-    found: list[Any] = [spec_of(root.meta["val"])]
+    found: list[Hashable] = [spec_of(root.meta["val"])]
     stack = [node]
     while stack:
         one = stack[-1]

@@ -214,12 +214,12 @@ def _any_backward(
 
 
 def _rule(
-    decompose: Callable[..., Any],
+    decompose: Callable[..., tuple[Tensor | None, ...]],
     position: int | None = None,
     always: bool = True,
     linear: int = -1,
     formats: bool = False,
-    fake: Callable[..., Any] | None = None,
+    fake: Callable[..., tuple[Tensor | None, ...]] | None = None,
 ) -> OpSpec:
     """`position` of the argument that says whether it is training, else `always`; `linear` in that input."""
     return OpSpec(

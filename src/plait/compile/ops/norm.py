@@ -46,7 +46,7 @@ def mixed_statistics(op: OpOverload, weights: slice) -> Callable[..., Any]:
     """Shapes of a norm of a half-precision tensor with float32 weights, as under autocast. On a CPU its statistics are
     float32, which the op's own shape function does not know. `weights` are the positions of weight and bias."""
 
-    def fake(*args: Any) -> Any:
+    def fake(*args: Any) -> tuple[Tensor | None, ...]:
         found = op(*args)
         mixed = any(isinstance(w, Tensor) and w.dtype != args[0].dtype for w in args[weights])
         return (found[0], *(t.float() if mixed and t.dtype in HALF else t for t in found[1:])) if mixed else found
@@ -250,7 +250,7 @@ register(
 )
 
 
-def _fake_group_backward(grad: Tensor, x: Tensor, *args: Any) -> Any:
+def _fake_group_backward(grad: Tensor, x: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     """Shapes of the backward; the op's own shape function gives the input's gradient the dtype of the statistics."""
     found = aten.native_group_norm_backward.default(grad, x, *args)
     return (None if found[0] is None else found[0].to(x.dtype), *found[1:])

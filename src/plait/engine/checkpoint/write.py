@@ -130,7 +130,7 @@ class State:
 
     tensors: dict[str, LocalShard]
     values: dict[str, Any]
-    own: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, object] = field(default_factory=dict)
 
 
 def save(

@@ -94,7 +94,7 @@ class OptimizerShard(TrainState):
             if self.scheduler is not None:
                 self.scheduler.step()
 
-    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+    def optimizer_state(self) -> dict[str, dict[str, object]]:
         """The optimizer's state, by variable name and key. Tensors are the optimizer's own, not copies."""
         return {name: self._state_of(p) for name, p in self.parameters.items()}
 

@@ -143,7 +143,7 @@ class Server:
         self.standing = standing
         self.snapshot(wait=True)
 
-    def update(self, order: UpdateOrder, pushes: Sequence[Any]) -> UpdateDone:
+    def update(self, order: UpdateOrder, pushes: Sequence[object]) -> UpdateDone:
         """Make the update from the members' pushes. An update that was made before is not made again."""
         here = self.standing
         if order.number <= here.number:

@@ -156,7 +156,7 @@ def bucket_gradients(
 
 def _finish_late(end: Node) -> None:
     """Move the calls that finish the outputs behind the sums that they read."""
-    results: Sequence[Any] = end.args[0]  # type: ignore[assignment]
+    results: Sequence[Node | None] = end.args[0]  # type: ignore[assignment]
     finish = [node for r in results if isinstance(r, Node) for node in _finishing(r, end)[::-1]]
     for node in finish:
         if node.target is take_part:
@@ -179,7 +179,7 @@ def _join(graph: Graph, members: list[PendingReduction], sent: torch.dtype, end:
     terms = [one.source(sent) for one in members]
     info = info_of(members[-1].sums[-1])
     total = rows.length * rows.num_ranks if rows else sum(value.numel() for value in values)
-    flat: Any = None
+    flat: Node | None = None
     offset = 0
     for index, tensor in enumerate(terms):
         if flat is None:
