@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ class Estimator:
             plan = plan.with_own_parameters()
         program = self._program(batch, plan)
         model = self._captures.model
-        found: dict[Any, tuple[list[int], RankMemory]] = {}
+        found: dict[Hashable, tuple[list[int], RankMemory]] = {}
         for number in range(given.mesh.size):
             here = given.mesh.coordinates(number)
             rank = plan.mesh.rank(here | dict.fromkeys([given.relaxed_axis] if given.relaxed_axis else [], 0))
@@ -162,7 +163,7 @@ class Estimator:
         return [] if names is None or names == plan.cut else [dataclasses.replace(plan, cut=names)]
 
 
-def _kind(program: RankProgram, rank: int) -> Any:
+def _kind(program: RankProgram, rank: int) -> Hashable:
     """A key that is equal for ranks that take the same memory: the shapes of their parts, and which graphs they run."""
     mesh = program.plan.mesh
     here = mesh.coordinates(rank)

@@ -31,7 +31,7 @@ from plait.engine.environment import resolve_plan, resolve_trace
 from plait.engine.executor import StepExecutor
 from plait.engine.gathered import gathered, not_started
 from plait.engine.gradient_noise import NoiseMeter, check_noise_every
-from plait.engine.rank_optimizers import OptimizerFactory
+from plait.engine.rank_optimizers import OptimizerFactory, SchedulerFactory
 from plait.engine.setup_checks import check_given, check_plan, place_here
 from plait.engine.trace_folder import write_plan, write_trace
 from plait.engine.train_state import MovingAverage, TrainState
@@ -137,7 +137,7 @@ class Trainer:
         layouts: Annotations | None = None,
         seed: int = 0,
         clip_norm: float | None = None,
-        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        scheduler: SchedulerFactory | None = None,
         callbacks: Sequence[Callable[[StepEnd], None]] = (),
         on_nan: Literal["raise", "warn"] = "raise",
         scratch: str | Path | None = None,
@@ -330,7 +330,7 @@ class Trainer:
         """
         return snapshot.take(self.state)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Load a state that was made under any plan. Before the first batch it is kept until then.
 
         Raises CheckpointError for a dict that is no trainer's state.
@@ -399,7 +399,7 @@ class Trainer:
         return average
 
     def save(
-        self, path: str | Path, extra: Mapping[str, Any] | None = None, *, keep: int = 2, wait: bool = True
+        self, path: str | Path, extra: Mapping[str, object] | None = None, *, keep: int = 2, wait: bool = True
     ) -> None:
         """Write a checkpoint, which loads under any plan, into a folder or a URL such as s3://bucket/run.
 
@@ -460,7 +460,7 @@ class Trainer:
                 write_trace(self._trace, recorder)
             recorder.close()
 
-    def span(self, kind: str, name: str) -> AbstractContextManager[Any]:
+    def span(self, kind: str, name: str) -> AbstractContextManager[object]:
         """Record what happens within, if there is a trace: `with trainer.span("data", "next"): batch = next(it)`."""
         return self.engine.span(kind, name)
 

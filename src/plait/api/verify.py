@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
@@ -82,7 +82,7 @@ class Verifier:
         self.steps = steps
         self.seed = seed
         self.clip_norm = clip_norm
-        self._references: dict[Any, Reference] = {}
+        self._references: dict[Hashable, Reference] = {}
 
     def verify(self, plan: Plan | str, *, layouts: Annotations | None = None, tolerance: float = 1e-4) -> Report:
         """Compare `steps` steps under `plan` with one device; see the function `verify`."""

@@ -154,7 +154,7 @@ class TraceRecorder:
         self._experts = ExpertCounter()
         trace_comms(world, self)
 
-    def span(self, kind: str, name: str, action: Any = None, num_bytes: int = 0) -> Any:
+    def span(self, kind: str, name: str, action: object = None, num_bytes: int = 0) -> Any:
         """A context manager that records a span (spec/trace.py). `action` gives its microbatch and chunk."""
         return (_Span if kind in _HOST_KINDS else self._span)(self, kind, name, action, num_bytes)
 
@@ -217,7 +217,7 @@ class TraceRecorder:
         """The steps that are kept, with times in nanoseconds of rank 0's clock and memory in bytes."""
         to_host = self._device_clock()
 
-        def time(moment: Any) -> int:
+        def time(moment: object) -> int:
             return (moment if isinstance(moment, int) else to_host(moment)) - self.offset_ns
 
         found = []
@@ -259,7 +259,7 @@ class TraceRecorder:
 class _Span:
     __slots__ = ("_action", "_kind", "_name", "_num_bytes", "_recorder", "_start")
 
-    def __init__(self, recorder: TraceRecorder, kind: str, name: str, action: Any, num_bytes: int) -> None:
+    def __init__(self, recorder: TraceRecorder, kind: str, name: str, action: object, num_bytes: int) -> None:
         self._recorder = recorder
         self._kind = kind
         self._name = name
@@ -267,7 +267,7 @@ class _Span:
         self._num_bytes = num_bytes
 
     def __enter__(self) -> None:
-        self._start: Any = perf_counter_ns()
+        self._start: int | Event = perf_counter_ns()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from plait.comm.algorithms import choose
 from plait.comm.group import AloneComm, Done, chunk, reduce_terms
 from plait.comm.key_value_store import KeyValueStore, LocalStore
-from plait.comm.process_group_transport import ProcessGroupComm, ProcessGroupWork
+from plait.comm.process_group_transport import ProcessGroupComm, ProcessGroupWork, Start
 from plait.comm.protocol import Comm, RankMonitor, Take, Work
 from plait.comm.segment import Arena
 from plait.compile.memory_meter import Meter
@@ -98,9 +97,9 @@ class DryRunProcessGroupComm(ProcessGroupComm):
         self,
         name: str,
         result: torch.Tensor,
-        start: Callable[[], Any],
-        finish: Callable[[], Any] | None = None,
-        **_: Any,
+        start: Start,
+        finish: Callable[[], object] | None = None,
+        **_: object,
     ) -> Work:
         return ProcessGroupWork(name, lambda: _Sent(start), result, finish)
 
@@ -108,7 +107,7 @@ class DryRunProcessGroupComm(ProcessGroupComm):
 class _Sent:
     """Takes the place of a Work of torch.distributed, and keeps its tensors alive."""
 
-    def __init__(self, start: Callable[[], Any]) -> None:
+    def __init__(self, start: Start) -> None:
         self._start = start
 
     def wait(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch.distributed as dist
 
@@ -22,7 +21,7 @@ class _Hidden:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_inside = 0
-        self._group: Any = None
+        self._group: dist.ProcessGroup | None = None
 
     def enter(self) -> None:
         with self._lock:

@@ -106,7 +106,7 @@ def serve_store(path: Path) -> Iterator[None]:
         block_on_close = False
         request_queue_size = 1024
 
-        def handle_error(self, request: Any, client_address: Any) -> None:
+        def handle_error(self, request: object, client_address: object) -> None:
             """Ignored: a rank has ended in the middle of a line, which the launcher notices by itself."""
 
     with Server(str(path), Handler) as server:
@@ -118,7 +118,7 @@ def serve_store(path: Path) -> Iterator[None]:
             server.shutdown()
 
 
-def _answer(store: LocalStore, request: list[Any]) -> Any:
+def _answer(store: LocalStore, request: list[Any]) -> str | list[str] | None:
     match request:
         case ["set", str(key), str(text)]:
             store.set(key, text)
@@ -179,7 +179,7 @@ class SocketStore:
     def _key(self, key: str) -> str:
         return f"{self._name}/{key}"
 
-    def _ask(self, *request: Any) -> Any:
+    def _ask(self, *request: object) -> Any:
         with self._lock:
             try:
                 self._socket.sendall(json.dumps(request).encode() + b"\n")

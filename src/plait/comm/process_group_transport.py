@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,16 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_to_all = dist.all_to_all_single
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_T = TypeVar("_T")
+
+
+class InFlight(Protocol):
+    """What torch.distributed returns for a collective that has begun."""
+
+    def wait(self) -> object: ...
+
+
+Start = Callable[[], InFlight | None]
 
 
 class ProcessGroupWork:
@@ -31,9 +41,9 @@ class ProcessGroupWork:
     def __init__(
         self,
         what: str,
-        start: Callable[[], Any],
+        start: Start,
         result: torch.Tensor,
-        finish: Callable[[], Any] | None = None,
+        finish: Callable[[], object] | None = None,
         monitor: Monitor | None = None,
         late: LateRanks = tuple,
     ) -> None:
@@ -41,7 +51,7 @@ class ProcessGroupWork:
         self._monitor, self._late = monitor, late
         self._result = result
         self._finish = finish
-        self._work: Any = self._guarded(start)
+        self._work = self._guarded(start)
 
     def wait(self) -> torch.Tensor:
         if self._work is not None:
@@ -57,7 +67,7 @@ class ProcessGroupWork:
                 self._finish = None
         return self._result
 
-    def _guarded(self, call: Callable[[], Any]) -> Any:
+    def _guarded(self, call: Callable[[], _T]) -> _T:
         try:
             return call()
         except RuntimeError as error:
@@ -78,7 +88,12 @@ class ProcessGroupComm(GroupComm):
     """
 
     def __init__(
-        self, ranks: tuple[int, ...], rank: int, group: Any, device: torch.device, monitor: Monitor | None = None
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        monitor: Monitor | None = None,
     ) -> None:
         super().__init__(ranks, rank)
         self._monitor = monitor
@@ -87,7 +102,7 @@ class ProcessGroupComm(GroupComm):
         self._device = device
         self.message_groups = (group, group)
 
-    def channel(self, group: Any) -> ProcessGroupComm:
+    def channel(self, group: dist.ProcessGroup | None) -> ProcessGroupComm:
         """The collectives of these ranks through another process group. Counts bytes with this one's."""
         found = ProcessGroupComm(self.ranks, self.rank, group, self._device, self._monitor)
         found.links = self.links
@@ -201,8 +216,8 @@ class ProcessGroupComm(GroupComm):
         self,
         name: str,
         result: torch.Tensor,
-        start: Callable[[], Any],
-        finish: Callable[[], Any] | None = None,
+        start: Start,
+        finish: Callable[[], object] | None = None,
         *,
         pair: str = "",
         late: LateRanks | None = None,
@@ -215,9 +230,9 @@ class ProcessGroupComm(GroupComm):
     def _started(
         self,
         what: str,
-        start: Callable[[], Any],
+        start: Start,
         result: torch.Tensor,
-        finish: Callable[[], Any] | None = None,
+        finish: Callable[[], object] | None = None,
         pair: str = "",
         late: LateRanks | None = None,
     ) -> ProcessGroupWork:

@@ -174,7 +174,7 @@ def _new_group(ranks: tuple[int, ...]) -> Any:
     return group
 
 
-def _allow_time(group: Any) -> None:
+def _allow_time(group: dist.ProcessGroup | None) -> None:
     """Set the timeout of a group; each group of torch.distributed has its own."""
     set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     if set_timeout is not None:
@@ -257,7 +257,7 @@ def _share_memory(world: ProcessWorld, groups: dict[str, tuple[tuple[int, ...], 
     return shared
 
 
-def _exchange(world: World, key: str, note: Any) -> list[Any]:
+def _exchange(world: World, key: str, note: object) -> list[Any]:
     """The note of every rank, in rank order."""
     store, rank = world.store, world.rank
     store.set(f"{key}/{rank}", json.dumps(note))

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from plait.comm.device import process_group_backend
 from plait.comm.launch import STORE, ranks_folder
@@ -29,7 +29,7 @@ from plait.errors import WorldError
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _BACKLOG = 2048
 _JOIN = timedelta(minutes=30)  # as long as torch.distributed waits for ranks that come late
-_held: dict[tuple[str, int], Any] = {}  # stores by address and port; a process opens each once
+_held: dict[tuple[str, int], Store] = {}  # stores by address and port; a process opens each once
 _num_stores = 0
 
 
@@ -40,7 +40,7 @@ def join(where: torch.device) -> None:
     if absent := [name for name in wanted if name not in os.environ]:
         raise WorldError(f"WORLD_SIZE is set but {', '.join(absent)} is not; start with `plait run` or torchrun")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store: Any = _file_store(folder, size) if folder is not None else _port_store(rank, size)
+    store = _file_store(folder, size) if folder is not None else _port_store(rank, size)
     if folder is not None or _is_loopback(os.environ["MASTER_ADDR"]):
         stay_on_loopback()
     notice_after()  # raises for a wrong value
@@ -57,7 +57,7 @@ def lead_scripts(folder: Path) -> None:
     if handlers is None:  # the script then fails without MASTER_PORT, rather than listen on every interface
         return
 
-    def meet(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    def meet(url: str, **options: object) -> Iterator[tuple[Store, int, int]]:
         size = int(os.environ["WORLD_SIZE"])
         yield _file_store(folder, size), int(os.environ["RANK"]), size
 
@@ -72,12 +72,12 @@ def stay_on_loopback() -> None:
         os.environ.setdefault(variable, names[0])
 
 
-def _file_store(folder: Path, size: int) -> Any:
+def _file_store(folder: Path, size: int) -> Store:
     """The store of ranks that meet in a folder."""
     return _fresh(FileStore(str(folder / STORE), size))
 
 
-def _port_store(rank: int, size: int) -> Any:
+def _port_store(rank: int, size: int) -> Store | None:
     """A store that rank 0 serves at MASTER_ADDR alone, or None if torch.distributed is to make one: the launcher has
     one already, or the address is a name, which hosts may resolve differently."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -108,7 +108,7 @@ def _port_store(rank: int, size: int) -> Any:
     return _fresh(_held[there, port])
 
 
-def _fresh(store: Any) -> Any:
+def _fresh(store: Store) -> Store:
     """The store without the keys of earlier groups of this run. All ranks call it equally often."""
     global _num_stores
     _num_stores += 1
@@ -132,7 +132,7 @@ class DistributedStore:
     `name` separates the worlds of one run.
     """
 
-    def __init__(self, name: str, store: Any = None) -> None:
+    def __init__(self, name: str, store: Store | None = None) -> None:
         self._name = name
         self._store: Any = dist.distributed_c10d._get_default_store() if store is None else store
 

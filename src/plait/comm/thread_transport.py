@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -62,7 +62,7 @@ class Meetings:
         self.cause: BaseException | None = None
         self._num_ranks = num_ranks
         self._lock = threading.Lock()
-        self._open: dict[Any, Meeting] = {}
+        self._open: dict[Hashable, Meeting] = {}
         self._left: set[int] = set()
         self._waiting: dict[int, Meeting] = {}
 
@@ -89,7 +89,7 @@ class Meetings:
             for meeting in self._open.values():
                 self._check_absent(meeting)
 
-    def bring(self, key: Any, call: CommCall, ranks: tuple[int, ...], index: int, tensor: torch.Tensor,
+    def bring(self, key: Hashable, call: CommCall, ranks: tuple[int, ...], index: int, tensor: torch.Tensor,
               combine: Combine) -> Meeting:  # fmt: skip
         """Join a meeting with a tensor. The last rank to join computes the result."""
         with self._lock:
@@ -115,7 +115,7 @@ class Meetings:
             meeting.done.set()
         return meeting
 
-    def take(self, key: Any, meeting: Meeting, rank: int, own: Own = torch.clone) -> torch.Tensor:
+    def take(self, key: Hashable, meeting: Meeting, rank: int, own: Own = torch.clone) -> torch.Tensor:
         """Wait for the result. `own` makes from it a tensor that this rank may change, before others change theirs."""
         if not meeting.done.is_set():
             self._waiting[rank] = meeting
@@ -133,7 +133,7 @@ class Meetings:
         self.let_go(key, meeting)
         return result
 
-    def let_go(self, key: Any, meeting: Meeting) -> None:
+    def let_go(self, key: Hashable, meeting: Meeting) -> None:
         """Note that one rank less needs the result."""
         with self._lock:
             meeting.num_left -= 1
@@ -225,7 +225,7 @@ class ThreadWork:
         return self._result
 
 
-def taking(work: Any, take: Take) -> ThreadWork:
+def taking(work: Work, take: Take) -> ThreadWork:
     """Work of an all-gather that calls `take` with each row when it is waited for."""
 
     def finish() -> torch.Tensor:
@@ -244,7 +244,7 @@ class ThreadComm(GroupComm):
         super().__init__(ranks, rank)
         self._axis = axis
         self._meetings = meetings
-        self._num_calls: Counter[Any] = Counter()
+        self._num_calls: Counter[Hashable] = Counter()
 
     def shared(self, num_bytes: int) -> torch.Tensor:
         form = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
@@ -327,7 +327,7 @@ class ThreadComm(GroupComm):
 
         return ThreadWork(finish)
 
-    def _pass(self, tensor: torch.Tensor, source: int, to: int, tag: int) -> tuple[Any, Meeting]:
+    def _pass(self, tensor: torch.Tensor, source: int, to: int, tag: int) -> tuple[Hashable, Meeting]:
         """Join the meeting of a message with its key; only the sender's tensor counts."""
         pair = (source, to, tag)
         key = (self.ranks, self._axis, pair, self._num_calls[pair])

@@ -24,7 +24,7 @@ _NUM_ROUNDS = 15
 class Spans(Protocol):
     """Records spans."""
 
-    def span(self, kind: str, name: str, action: Any = None, num_bytes: int = 0) -> AbstractContextManager[Any]: ...
+    def span(self, kind: str, name: str, action: Any = None, num_bytes: int = 0) -> AbstractContextManager[object]: ...
 
 
 class TracedComm:

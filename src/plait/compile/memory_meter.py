@@ -66,7 +66,7 @@ class Meter(TorchDispatchMode):
             self.saved = max(self.saved, self.live[ACTIVATIONS])
         self.moment, self.label = moment, label
 
-    def claim(self, values: Any, label: str) -> None:
+    def claim(self, values: object, label: str) -> None:
         """Count the storages of these tensors under the class `label` from now on."""
         for value in pytree.tree_leaves(values):
             if isinstance(value, Tensor):
@@ -77,7 +77,7 @@ class Meter(TorchDispatchMode):
                     self.live[old] -= num_bytes
                     self._add(label, num_bytes)
 
-    def count(self, values: Any, label: str) -> None:
+    def count(self, values: object, label: str) -> None:
         """Count these tensors under the class `label`, also if they were made while the mode was off."""
         for value in pytree.tree_leaves(values):
             if isinstance(value, Tensor):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -240,7 +240,7 @@ def _copy(node: Node, sharding: ShardingPlan, place: Mapping[Node, int], phase: 
     return CopyCall(signature_of(node), phase, moved, "start", home=home)
 
 
-def _keys(arg: Any) -> list[str]:
+def _keys(arg: object) -> list[str]:
     """The keys of tensors off the device, such as input/NAME, in an argument."""
     several = arg if isinstance(arg, (tuple, list)) else [arg]
     return [each for each in several if isinstance(each, str)]
@@ -256,7 +256,7 @@ def _busiest(graph: Graph, program: RankProgram) -> dict[str, int]:
     return here | dict(max(work.items(), key=lambda each: each[1])[0]) if work else here
 
 
-def _text(arg: Any) -> str:
+def _text(arg: object) -> str:
     if isinstance(arg, Node):
         value = arg.meta.get("val")
         if isinstance(value, torch.Tensor):
@@ -280,7 +280,7 @@ def _pipeline_calls(program: RankProgram) -> PipelineCalls:
                 num = schedule.num_micro_of(rank, stages.index(cell[1]))
                 micro_graphs[rank, cell] = program.micro_graphs_of_cell(cell, num)
     messages: dict[RankAction, int] = {}
-    made: dict[Any, list[Any]] = defaultdict(list)
+    made: dict[Hashable, list[Any]] = defaultdict(list)
     for value in cells.values:
         made[value.source].append(value)
     for rank, actions in enumerate(schedule.ranks):

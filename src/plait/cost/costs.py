@@ -148,7 +148,7 @@ def read_costs(path: Path, num_stages: int) -> Costs:
     return Costs(**found)
 
 
-def _each_stage(place: str, key: str, value: Any, num_stages: int) -> tuple[float, ...]:
+def _each_stage(place: str, key: str, value: object, num_stages: int) -> tuple[float, ...]:
     values = value if isinstance(value, list) else [value] * num_stages
     if len(values) != num_stages:
         raise ConfigError(
@@ -158,7 +158,7 @@ def _each_stage(place: str, key: str, value: Any, num_stages: int) -> tuple[floa
     return tuple(map(int, numbers)) if key.endswith("bytes") else numbers
 
 
-def _crossing(place: str, value: Any, num_stages: int) -> dict[tuple[int, int], int] | int:
+def _crossing(place: str, value: object, num_stages: int) -> dict[tuple[int, int], int] | int:
     if not isinstance(value, dict):
         return int(_number(place, "bytes", value))
     found = {}
@@ -172,7 +172,7 @@ def _crossing(place: str, value: Any, num_stages: int) -> dict[tuple[int, int], 
     return found
 
 
-def _number(place: str, key: str, value: Any) -> float:
+def _number(place: str, key: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ConfigError(f"{place}: {key} has {value!r}; it is a number, 0 or more")
     return float(value)

@@ -296,7 +296,7 @@ class Captures:
         return f"{place} is {_shown(new.get(place, first))} after {_shown(old.get(place, first))}"
 
 
-def _shown(token: Any) -> str:
+def _shown(token: object) -> str:
     text = token[1] if isinstance(token, tuple) and len(token) == 2 else token
     return str(text) if len(str(text)) <= 40 else f"{str(text)[:37]}..."
 

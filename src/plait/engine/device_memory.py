@@ -77,7 +77,7 @@ def bytes_by_class(state: TrainState) -> dict[str, int]:
     return found
 
 
-def _bytes(tensors: Iterable[Any], device: torch.device, seen: set[int]) -> int:
+def _bytes(tensors: Iterable[object], device: torch.device, seen: set[int]) -> int:
     """Bytes on the device of the storages of these tensors that are not among those seen."""
     total = 0
     for tensor in tensors:

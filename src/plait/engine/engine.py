@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.backends.backend import Backend, StepResult
 from plait.backends.eager.offload.store import Offload
@@ -46,7 +46,7 @@ from plait.engine.model_weights import AsItWas, refuse_away
 from plait.engine.optimizer_step import OptimizerStep
 from plait.engine.optimizer_trials import note_absent
 from plait.engine.rank_executor import RankExecutor
-from plait.engine.rank_optimizers import OptimizerFactory, build_both, build_optimizer
+from plait.engine.rank_optimizers import OptimizerFactory, SchedulerFactory, build_both, build_optimizer
 from plait.engine.same_batch import SameBatch
 from plait.engine.setup_checks import agree_on_setup, check_captured, describe_optimizer
 from plait.engine.step_results import refuse_padding, without_padding
@@ -92,7 +92,7 @@ class Engine:
         plan: Plan,
         world: World,
         optimizer: OptimizerFactory | None,
-        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        scheduler: SchedulerFactory | None = None,
         *,
         seed: int = 0,
         clip_norm: float | None = None,
@@ -421,7 +421,7 @@ class Engine:
         factory = self.factories[0]
         if factory is None or executor.frozen == self._frozen:
             return
-        absent: Mapping[str, Any] = executor.absent
+        absent: Mapping[str, nn.Parameter] = executor.absent
 
         def make() -> torch.optim.Optimizer:
             return build_optimizer(factory, executor.parameters, executor.layouts, self.world, absent)

@@ -39,7 +39,7 @@ class ModelParts(Protocol):
         ...
 
     @property
-    def dtypes(self) -> dict[str, Any]:
+    def dtypes(self) -> dict[str, torch.dtype]:
         """The torch.dtype of every parameter in the model."""
         ...
 

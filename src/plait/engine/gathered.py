@@ -175,7 +175,7 @@ class _Lending:
         return found
 
     def _take_buffers(
-        self, lent: list[tuple[dict[str, Any], str, Tensor]], before: Mapping[str, Tensor], keep: bool
+        self, lent: list[tuple[dict[str, object], str, Tensor]], before: Mapping[str, Tensor], keep: bool
     ) -> None:
         """Put the model's own buffers back. With `keep`, what was written to the run's buffers stays, on all ranks."""
         for name, buffer in self._parts.buffers.items():

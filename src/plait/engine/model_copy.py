@@ -41,10 +41,10 @@ class Twin(nn.Module):
         ]
         self._modes = {id(m): m.training if model.training else True for m in model.modules()}
 
-    def _copied(self, held: dict[str, Any]) -> dict[str, Any]:
+    def _copied(self, held: dict[str, object]) -> dict[str, object]:
         return {key: self._made.get(id(value), value) for key, value in held.items()}
 
-    def __deepcopy__(self, memo: Any) -> Twin:
+    def __deepcopy__(self, memo: object) -> Twin:
         with self.installed() as model:
             return Twin(model).of(self)
 
@@ -97,7 +97,7 @@ class Twin(nn.Module):
             return iter(list(model.named_buffers(*args, **kwargs)))
 
 
-def _fill(held: dict[str, Any], values: dict[str, Any]) -> None:
+def _fill(held: dict[str, object], values: dict[str, object]) -> None:
     if list(held) != list(values):
         held.clear()
     held.update(values)
@@ -117,7 +117,7 @@ def _copy_of(original: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 @contextmanager
-def preserved(model: nn.Module, loss_fn: Any) -> Iterator[None]:
+def preserved(model: nn.Module, loss_fn: object) -> Iterator[None]:
     """Context that restores what model and loss reach in Python: values, tensors outside the model and their
     gradients, and the random state of torch, numpy and Python."""
     reached = Reached(model, loss_fn)

@@ -8,7 +8,7 @@ dtype but have no values. Reading values of one raises ModelError, or fetches th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ _METHODS = (
 )  # fmt: skip
 
 
-def _harmless() -> set[Any]:
+def _harmless() -> set[Hashable]:
     """The functions that need no values of a parameter."""
     found: set[Any] = {getattr(torch.Tensor, name) for name in _METHODS}
     for name in _PROPERTIES:
@@ -56,7 +56,7 @@ class Away(nn.Parameter):
         made.title, made.why = title, why
         return made
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self, *_: object) -> None:
         pass
 
     @classmethod
@@ -67,20 +67,20 @@ class Away(nn.Parameter):
                 return func(*args, **kwargs)
         return func(*tree_map(_value, tuple(args)), **tree_map(_value, kwargs))
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"<{self.title}, {list(self.shape)} of {self.dtype}, which is elsewhere>"
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: object) -> Any:
         return nn.Parameter(_value(self).clone(), self.requires_grad)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return nn.Parameter(_value(self), self.requires_grad).__reduce_ex__(protocol)
 
 
 _HARMLESS = _harmless()
 
 
-def _value(given: Any) -> Any:
+def _value(given: object) -> Any:
     """The whole tensor in place of a placeholder; any other value unchanged."""
     if not isinstance(given, Away):
         return given
@@ -127,7 +127,7 @@ def release(model: nn.Module, names: Collection[str], whys: Mapping[str, str]) -
         module.register_load_state_dict_pre_hook(_refuse_to_load)
 
 
-def _refuse_to_load(module: nn.Module, *_: Any) -> None:
+def _refuse_to_load(module: nn.Module, *_: object) -> None:
     """Raise ModelError before load_state_dict copies anything: torch would copy some tensors and report the rest as
     meta."""
     for parameter in module.parameters():
@@ -136,7 +136,7 @@ def _refuse_to_load(module: nn.Module, *_: Any) -> None:
 
 def replace_parameters(
     model: nn.Module, parameters: Mapping[str, nn.Parameter]
-) -> list[tuple[nn.Module, dict[str, Any]]]:
+) -> list[tuple[nn.Module, dict[str, object]]]:
     """Replace the model's parameters of these names (first names, for tied parameters) under all names that they
     have.
 
@@ -152,7 +152,7 @@ def replace_parameters(
     return found
 
 
-def put_back(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+def put_back(before: list[tuple[nn.Module, dict[str, object]]]) -> None:
     """Undo `replace_parameters`."""
     for module, parameters in before:
         _put(module, parameters)

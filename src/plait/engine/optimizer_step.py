@@ -17,7 +17,7 @@ import math
 import random
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -199,7 +199,7 @@ class OptimizerStep:
         for each in self._buffers:
             each.drop()
 
-    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+    def state_of(self, parameter: nn.Parameter) -> dict[str, object]:
         """A parameter's optimizer state by key; tensors on disk are read into new memory."""
         state = dict(self._optimizer.state.get(parameter, {}))
         places = self._places.get(parameter, {})
@@ -343,7 +343,7 @@ def _told(optimizer: Any, skipped: Tensor) -> Iterator[None]:
         del optimizer.grad_scale, optimizer.found_inf
 
 
-def _is_offloaded(value: Any) -> bool:
+def _is_offloaded(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_meta
 
 
@@ -353,9 +353,9 @@ class StateEstimate:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._found: dict[Any, _Forms] = {}
+        self._found: dict[Hashable, _Forms] = {}
 
-    def state_bytes(self, group: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> list[int]:
+    def state_bytes(self, group: dict[str, object], shape: tuple[int, ...], dtype: torch.dtype) -> list[int]:
         """The bytes of each large tensor of a parameter's state; empty for an optimizer that cannot be tried."""
         small = tuple(min(n, 2 + dim) for dim, n in enumerate(shape))
         key = (id(group), small, dtype)
@@ -364,7 +364,7 @@ class StateEstimate:
         found = [(math.prod(_enlarged(form, small, shape)), d) for form, d in self._found[key]]
         return [num * d.itemsize for num, d in found if is_large(num)]
 
-    def _try(self, group: dict[str, Any], small: tuple[int, ...], dtype: torch.dtype) -> _Forms:
+    def _try(self, group: dict[str, object], small: tuple[int, ...], dtype: torch.dtype) -> _Forms:
         toy = torch.zeros(small, dtype=dtype)
         try:
             state = tried(self._optimizer, group, [toy])[toy]

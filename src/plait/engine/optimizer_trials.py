@@ -9,7 +9,7 @@ import math
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,7 +31,7 @@ from plait.spec.layout import Layout, Shard
 EXACT: dict[type, type] = {torch.optim.Adafactor: Adafactor, torch.optim.Muon: Muon}
 
 # By key of a parameter's state: the function that makes its value for a given parameter.
-_Constructed = dict[str, Callable[[Tensor], Any]]
+_Constructed = dict[str, Callable[[Tensor], object]]
 
 _filtering = threading.RLock()  # warning filters are global to the process
 _TRIED = (4, 6, 2, 2, 2, 2)  # shape of the tensors that an optimizer is tried on, up to the number of dims
@@ -39,7 +39,7 @@ _TRIED = (4, 6, 2, 2, 2, 2)  # shape of the tensors that an optimizer is tried o
 _SCALES = (1.0, 1.0, 100.0, 1.0, 0.01, 1.0, 1.0, 1.0)
 _APART = "updates an element by the values of other elements, or of other tensors"
 
-_shared: dict[Any, str] = {}  # the results of trials, by all that they depend on
+_shared: dict[Hashable, str] = {}  # the results of trials, by all that they depend on
 
 # By optimizer: the meta tensors, by name, that it was given for the parameters of other ranks.
 _absent: WeakKeyDictionary[torch.optim.Optimizer, dict[str, nn.Parameter]] = WeakKeyDictionary()
@@ -92,7 +92,7 @@ def state_layouts(
     return result
 
 
-def kept_of(optimizer: torch.optim.Optimizer, name: str, ndim: int, step: int) -> dict[str, Any]:
+def kept_of(optimizer: torch.optim.Optimizer, name: str, ndim: int, step: int) -> dict[str, object]:
     """The state that the optimizer keeps, after `step` steps, for a parameter of another rank: keys, and values of
     the right kind but with the shapes of a small tensor."""
     absent = _absent.get(optimizer, {}).get(name)
@@ -107,7 +107,7 @@ def kept_of(optimizer: torch.optim.Optimizer, name: str, ndim: int, step: int) -
 
 def _kept_by_wrappers(optimizer: torch.optim.Optimizer) -> dict[int, Mapping[str, Any]]:
     """The state that wrappers and their members keep for a small tensor, by id of the parameter."""
-    found: dict[int, Mapping[str, Any]] = {}
+    found: dict[int, Mapping[str, object]] = {}
     if not isinstance(optimizer, CombinedOptimizer):
         return found
     real = {id(p): p for group in optimizer.param_groups for p in group["params"]}
@@ -122,7 +122,7 @@ def _kept_by_wrappers(optimizer: torch.optim.Optimizer) -> dict[int, Mapping[str
     return found
 
 
-def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _shapes(state: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     return {key: tuple(value.shape) if torch.is_tensor(value) else () for key, value in state.items()}
 
 
@@ -136,7 +136,7 @@ def _like(tried: tuple[int, ...], layout: Layout) -> Layout | None:
     return Layout(layout.dtype, shape, tuple((a, p) for a, p in layout.placements if not isinstance(p, Shard)))
 
 
-def depends_on_the_cut(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], ndim: int) -> str:
+def depends_on_the_cut(optimizer: torch.optim.Optimizer, group: Mapping[str, object], ndim: int) -> str:
     """Why the optimizer may update a tensor differently from its halves; empty if a trial shows that it does not.
 
     Ranks and trainers share the trials of torch's own optimizers with the same options."""
@@ -177,7 +177,7 @@ def _try_halves(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], ndim
     return _compared(trial, _cut)
 
 
-def wrapper_depends_on_the_cut(wrapper: Any, members: Mapping[str, torch.optim.Optimizer]) -> str:
+def wrapper_depends_on_the_cut(wrapper: object, members: Mapping[str, torch.optim.Optimizer]) -> str:
     """The same for an object that steps several optimizers: whether its own work beside their steps depends on the
     cut.
 
@@ -186,7 +186,7 @@ def wrapper_depends_on_the_cut(wrapper: Any, members: Mapping[str, torch.optim.O
     return _compared(lambda dtype: _trial(wrapper, members, dtype), _cut)
 
 
-def depends_on_others(given: Any, members: Mapping[str, torch.optim.Optimizer]) -> str:
+def depends_on_others(given: object, members: Mapping[str, torch.optim.Optimizer]) -> str:
     """Why an optimizer may update some tensors differently if others are on other ranks, as in a pipeline; empty if
     not."""
     return _compared(lambda dtype: _trial(given, members, dtype), _scattered)
@@ -224,7 +224,7 @@ class _Paths:
         return [torch.stack(each) for each in zip(*self._paths, strict=True)]
 
 
-def _trial(given: Any, members: Mapping[str, torch.optim.Optimizer], dtype: torch.dtype) -> _Trial:
+def _trial(given: object, members: Mapping[str, torch.optim.Optimizer], dtype: torch.dtype) -> _Trial:
     """Small tensors in place of all parameters, and a function that steps them.
 
     The function takes (tensors, dim, half) and steps one half of each along dim. With dim -1 it steps every second
@@ -342,7 +342,7 @@ def _samples(like: Tensor, ndim: int, dtype: torch.dtype, seed: int = 0) -> tupl
     return start.to(device, dtype), [gradient.to(device, dtype) for gradient in gradients]
 
 
-def tried(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensors: list[Tensor]) -> Mapping[Tensor, Any]:
+def tried(optimizer: torch.optim.Optimizer, group: Mapping[str, object], tensors: list[Tensor]) -> Mapping[Tensor, Any]:
     """The state of a copy of the optimizer after a step on our own tensors, with the options of the group.
 
     For several optimizers this is the first that has the group; a wrapper's own state is not included.
@@ -352,7 +352,7 @@ def tried(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], tensors: l
 
 def _stepped(
     optimizer: torch.optim.Optimizer,
-    group: Mapping[str, Any],
+    group: Mapping[str, object],
     tensors: list[Tensor],
     gradients: Iterable[list[Tensor]],
 ) -> torch.optim.Optimizer:
@@ -396,11 +396,11 @@ def _constructed_state(parameters: Sequence[Tensor], optimizer: torch.optim.Opti
     return found
 
 
-def _copy_of(value: Any, _parameter: Tensor) -> Any:
+def _copy_of(value: object, _parameter: Tensor) -> Any:
     return copy.deepcopy(value)
 
 
-def _construct_state(optimizer: Any, twin: torch.optim.Optimizer, number: int, parameters: Sequence[Tensor]) -> None:
+def _construct_state(optimizer: object, twin: torch.optim.Optimizer, number: int, parameters: Sequence[Tensor]) -> None:
     """Give a twin of the optimizer the state that its constructor makes for these parameters of a group."""
     made = _constructed.get(optimizer, [])[number : number + 1] if isinstance(optimizer, torch.optim.Optimizer) else []
     for each in made:
@@ -409,7 +409,7 @@ def _construct_state(optimizer: Any, twin: torch.optim.Optimizer, number: int, p
 
 
 @contextmanager
-def schedulers_restored(owners: Iterable[Any]) -> Iterator[None]:
+def schedulers_restored(owners: Iterable[object]) -> Iterator[None]:
     """Context that restores the learning-rate schedulers which the owners hold, and may step themselves."""
     held = [value for owner in owners for value in vars(owner).values()]
     schedulers = [value for value in held if isinstance(value, torch.optim.lr_scheduler.LRScheduler)]
@@ -438,10 +438,10 @@ def without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return found
 
 
-def _options(group: Mapping[str, Any], tensors: Iterable[Tensor]) -> dict[str, Any]:
+def _options(group: Mapping[str, Any], tensors: Iterable[Tensor]) -> dict[str, object]:
     """Options for a trial on these tensors: a learning rate that moves them, as that of the group may be 0 at the
     moment, and on the host none that torch's optimizers have for accelerators alone."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     rate = group.get("lr")
     on_host = bool(group.get("capturable")) and not group.get("fused") and all(is_host(t.device) for t in tensors)
     if on_host:
@@ -453,7 +453,7 @@ def _options(group: Mapping[str, Any], tensors: Iterable[Tensor]) -> dict[str, A
 
 
 def _twin_of(
-    wrapper: Any, members: Mapping[str, torch.optim.Optimizer], toys: Mapping[int, nn.Parameter], simple: bool = True
+    wrapper: object, members: Mapping[str, torch.optim.Optimizer], toys: Mapping[int, nn.Parameter], simple: bool = True
 ) -> Any:
     """A copy of a wrapper and its members over `toys`, by the id of the parameter that each replaces. With `simple`,
     members that work on parts have a simple elementwise step."""
@@ -481,7 +481,7 @@ def _twin_of(
     return twins[id(wrapper)]
 
 
-def _knows_parts(optimizer: Any) -> bool:
+def _knows_parts(optimizer: object) -> bool:
     return hasattr(optimizer, "bind") or type(optimizer) in EXACT
 
 

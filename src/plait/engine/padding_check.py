@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,7 +155,7 @@ class _WithoutChance(GlobalRandom):
         self._no_dropout[-1].__enter__()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._no_dropout.pop().__exit__(*exception)
         super().__exit__(*exception)
 
@@ -168,6 +168,6 @@ class _WithoutChance(GlobalRandom):
         return found
 
     def _draw(
-        self, shape: Any, dtype: torch.dtype, device: torch.device, kind: str, params: tuple[float, ...]
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, kind: str, params: tuple[float, ...]
     ) -> Tensor:
         return torch.full(tuple(shape), _CONSTANT[kind](*params), dtype=dtype, device=device)

@@ -33,7 +33,7 @@ class Changes:
         """The values before a step."""
         return [effect.holder.now().get(effect.key, MISSING) for effect in self.effects]
 
-    def end(self, before: list[Any], times: int) -> None:
+    def end(self, before: list[object], times: int) -> None:
         """Change the values as `times` runs of the step would."""
         for effect, value in zip(self.effects, before, strict=True):
             if _is_number(effect.before) and _is_number(effect.now) and _is_number(value):
@@ -157,7 +157,7 @@ def _tracked(
         watch.reached.put_back()
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return type(value) in _NUMBERS
 
 

@@ -10,27 +10,28 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from plait.compile.capture.fake_parameters import refuse_scripted
-from plait.compile.capture.python_state import MISSING
+from plait.compile.capture.python_state import MISSING, Buffer
 from plait.compile.capture.reachable import PLAIN, Reached
 from plait.compile.capture.tracked_numbers import Asked
 from plait.errors import PlanError
 
-Variant = tuple[tuple[str, Any], ...]
+Variant = tuple[tuple[str, object], ...]
 
 
 class PythonWatch:
     """Watches one model and loss function. `variant` says how their values differ from those at the beginning."""
 
-    def __init__(self, model: nn.Module, loss_fn: Any) -> None:
+    def __init__(self, model: nn.Module, loss_fn: object) -> None:
         refuse_scripted(model)
         self._given = (model, loss_fn)
         self._ignored: set[str] = set()  # places whose values do not affect the graph
         self._asked: dict[str, Asked] = {}  # by place of a number: the conditions on it that affect the graph
-        self._compared: dict[str, tuple[Any, ...]] = {}
+        self._compared: dict[str, tuple[float, ...]] = {}
         self._objects = {name: id(module) for name, module in model.named_modules()}
         named = [*model.named_parameters(), *model.named_buffers()]
         self._first = [(name, weakref.ref(tensor)) for name, tensor in named]  # a trainer may free them
@@ -94,7 +95,7 @@ class PythonWatch:
         """The variant without the places that are ignored by now."""
         return tuple(pair for pair in variant if not self._is_ignored(pair[0]))
 
-    def at_first(self, place: str) -> Any:
+    def at_first(self, place: str) -> object:
         """The token of the value that was at a place at the first capture."""
         return self._base.get(place, self._compared.get(place, "nothing"))
 
@@ -123,7 +124,7 @@ class PythonWatch:
     def _follow(self) -> bool | None:
         """Take over changes that need no new walk: plain values, and tensors of the same form. Returns whether any
         token changed; None if there are other changes."""
-        tokens = dict[str, Any]()
+        tokens = dict[str, object]()
         if not all(self._is_ignored(place) for place in self.reached.filled()):
             return None
         for holder in self.reached.holders:
@@ -155,7 +156,7 @@ class PythonWatch:
         self._tokens |= tokens
         return changed
 
-    def _token(self, place: str, value: Any) -> Any:
+    def _token(self, place: str, value: Any) -> object:
         asked = self._asked.get(place)
         return token(value) if asked is None or type(value) not in (int, float) else asked.answers(value)
 
@@ -180,10 +181,10 @@ class PythonWatch:
         now = ((place, _numbers_of(self.tensor(place))) for place in sorted(self._compared))
         return tuple((place, numbers) for place, numbers in now if numbers != self._compared[place])
 
-    def _all_tokens(self) -> dict[str, Any]:
+    def _all_tokens(self) -> dict[str, object]:
         reached = self.reached
         self._values = dict(reached.values)
-        found: dict[str, Any] = {place: self._token(place, value) for place, value in reached.values.items()}
+        found: dict[str, object] = {place: self._token(place, value) for place, value in reached.values.items()}
         found |= {place: _form(tensor) for place, tensor in reached.tensors.items()}
         found |= {place: _structure(what) for place, what in reached.structure.items()}
         found |= {place: _array_token(array) for place, array, _ in reached.arrays}
@@ -193,7 +194,7 @@ class PythonWatch:
         return found
 
 
-def token(value: Any) -> tuple[str, str]:
+def token(value: object) -> tuple[str, str]:
     """The token of a plain value: its type, and how it prints."""
     return type(value).__qualname__, repr(value)
 
@@ -210,29 +211,29 @@ def _flag(parameter: nn.Parameter | None) -> tuple[bool, tuple[int, ...]]:
     return parameter.requires_grad, tuple(parameter._backward_hooks or ())
 
 
-def _flag_tokens(name: str, flag: tuple[bool, tuple[int, ...]]) -> dict[str, Any]:
+def _flag_tokens(name: str, flag: tuple[bool, tuple[int, ...]]) -> dict[str, object]:
     return {f"{name}.requires_grad": ("bool", str(flag[0])), f"{name}.hooks": ("tuple", str(flag[1]))}
 
 
-def _same_form(old: Any, new: Any) -> bool:
+def _same_form(old: object, new: object) -> bool:
     return isinstance(old, Tensor) and isinstance(new, Tensor) and _form(old) == _form(new)
 
 
-def _form(tensor: Tensor) -> tuple[Any, ...]:
+def _form(tensor: Tensor) -> tuple[object, ...]:
     return ("tensor", str(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()), tensor.requires_grad)
 
 
-def _structure(what: Any) -> Any:
+def _structure(what: Any) -> object:
     if hasattr(what, "co_code"):
         return what.co_filename, what.co_firstlineno, what.co_name, what.co_code
     return what
 
 
-def _array_token(array: Any) -> tuple[Any, ...]:
+def _array_token(array: np.ndarray | Buffer) -> tuple[object, ...]:
     return str(array.dtype), array.shape, array.tobytes()
 
 
-def _numbers_of(tensor: Tensor) -> tuple[Any, ...]:
+def _numbers_of(tensor: Tensor) -> tuple[float, ...]:
     if tensor.is_meta:
         raise PlanError("the step reads numbers of a tensor that is now on the meta device")
     with torch.no_grad():

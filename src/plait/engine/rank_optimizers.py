@@ -42,6 +42,7 @@ _WELL_KNOWN = ("torch.optim", "plait.optim")  # modules whose optimizers update 
 
 # parameters -> an optimizer, an object that holds several, or a list of these; or (name pattern, such a function) pairs
 OptimizerFactory = Callable[..., Any] | Sequence[tuple[str, Callable[..., Any]]]
+SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 
 def make_optimizer(
@@ -217,7 +218,7 @@ class HeldParameters(Protocol):
 
 def build_both(
     make_optimizer: OptimizerFactory,
-    make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+    make_scheduler: SchedulerFactory | None,
     held: HeldParameters,
     world: World,
 ) -> tuple[torch.optim.Optimizer, Any]:
@@ -226,7 +227,7 @@ def build_both(
     return optimizer, build_scheduler(make_scheduler, optimizer)
 
 
-def build_scheduler(factory: Callable[[Any], Any] | None, optimizer: torch.optim.Optimizer) -> Any:
+def build_scheduler(factory: SchedulerFactory | None, optimizer: torch.optim.Optimizer) -> Any:
     """The learning-rate scheduler that `factory` makes.
 
     The factory is called with the object that the optimizer's function returned; if that is a list, with all optimizers
@@ -244,7 +245,7 @@ def build_scheduler(factory: Callable[[Any], Any] | None, optimizer: torch.optim
     return scheduler
 
 
-def check_patterns(factory: Any) -> None:
+def check_patterns(factory: object) -> None:
     """Raise PlanError for what is neither a function nor a list of (name pattern, function) pairs."""
     if callable(factory) and not isinstance(factory, torch.optim.Optimizer):
         return
@@ -298,12 +299,12 @@ def _members(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return list(optimizer.members.values()) if isinstance(optimizer, CombinedOptimizer) else [optimizer]
 
 
-def _can_step(given: Any) -> bool:
+def _can_step(given: object) -> bool:
     units = given if isinstance(given, (list, tuple)) else [given]
     return bool(units) and all(callable(getattr(unit, "step", None)) and optimizers_within(unit) for unit in units)
 
 
-def _is_optimizer(value: Any) -> bool:
+def _is_optimizer(value: object) -> bool:
     return isinstance(value, torch.optim.Optimizer)
 
 

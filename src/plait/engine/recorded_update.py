@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -39,7 +40,7 @@ class KindOfParameter:
     dtype: torch.dtype
     gradient: torch.dtype
     state: tuple[tuple[str, torch.dtype], ...]
-    counts: tuple[tuple[str, Any], ...]
+    counts: tuple[tuple[str, object], ...]
 
 
 @dataclass
@@ -55,7 +56,7 @@ class RecordedKind:
     program: ElementProgram
     numbers: tuple[float, ...]
     initial: dict[str, tuple[float, torch.dtype]]
-    counts: dict[str, Any]
+    counts: dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class RecordedStep:
 
     kinds: tuple[RecordedKind, ...]
     _optimizer: torch.optim.Optimizer
-    _twin: Any
+    _twin: torch.optim.Optimizer
 
     def advance(self) -> None:
         """Take over what the step has counted in the optimizer's groups and attributes. Changes the optimizer."""
@@ -148,7 +149,7 @@ class _Recorder(TorchDispatchMode):
         self._note(kwargs.get("out", args[0]) if func._schema.is_mutable else result, kind, index)
         return result
 
-    def _argument(self, record: _Kind, argument: Any, value: Any) -> Any:
+    def _argument(self, record: _Kind, argument: torch.Argument, value: object) -> object:
         if isinstance(value, Tensor):
             if id(value) in self.known:
                 return ProgramValue(self.known[id(value)][1])
@@ -167,20 +168,20 @@ class _Recorder(TorchDispatchMode):
 _ELSEWHERE = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "out")  # arguments about memory
 
 
-def _functional(op: Any) -> Any:
+def _functional(op: OpOverload) -> OpOverload:
     """The op that returns what `op` would write into an argument; `op` itself if it writes nothing."""
     if not op._schema.is_mutable:
         return op
     packet = getattr(aten, op._schema.name.removeprefix("aten::").removesuffix("_"), None)
     kinds = [str(a.type) for a in op._schema.arguments if a.name != "out"]
     for name in () if packet is None else packet.overloads():
-        other = getattr(packet, name)
+        other: OpOverload = getattr(packet, name)
         if not other._schema.is_mutable and [str(a.type) for a in other._schema.arguments] == kinds:
             return other
     return op
 
 
-def _is_by_element(op: Any) -> bool:
+def _is_by_element(op: OpOverload) -> bool:
     """Whether each element of the result is made of elements at the same place."""
     row = op_spec(op)
     return row.factors is pointwise_factors or row.reads == "shape" or torch.Tag.pointwise in op.tags
@@ -235,16 +236,16 @@ def record_step(optimizer: torch.optim.Optimizer, kinds: Sequence[KindOfParamete
     return RecordedStep(recorded, optimizer, twin)
 
 
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(group: Mapping[str, object]) -> dict[str, bool]:
     """Options that choose the implementation with one ATen op for each operation of each tensor."""
     return {key: False for key in ("foreach", "fused", "capturable") if key in group}
 
 
-def _recorded(recorder: _Recorder, number: int, toy: nn.Parameter, state: Mapping[str, Any]) -> RecordedKind:
+def _recorded(recorder: _Recorder, number: int, toy: nn.Parameter, state: Mapping[str, object]) -> RecordedKind:
     kind = recorder.kinds[number]
     num = len(kind.inputs)
     outputs = {PARAMETER: recorder.known[id(toy)][1]}
-    counts: dict[str, Any] = {}
+    counts: dict[str, object] = {}
     made: dict[int, str] = {}  # keys of state that a call has made, by the call's value
     for key, value in state.items():
         if not isinstance(value, Tensor) or (id(value) not in recorder.known and value.shape != toy.shape):
@@ -263,7 +264,7 @@ def _recorded(recorder: _Recorder, number: int, toy: nn.Parameter, state: Mappin
     kept = [num + i for i in range(len(kind.calls)) if num + i not in made]
     moved = {old: new for new, old in enumerate((*range(num), *made, *kept))}
 
-    def renumbered(argument: Any) -> Any:
+    def renumbered(argument: object) -> object:
         return ProgramValue(moved[argument.index]) if isinstance(argument, ProgramValue) else argument
 
     calls = []

@@ -87,7 +87,7 @@ class SameBatch:
         self._num_batches = self._chained = 0
         self._step = ""  # the step or evaluation that this rank is in
 
-    def awaited(self) -> AbstractContextManager[Any]:
+    def awaited(self) -> AbstractContextManager[object]:
         """Context for waiting on a GPU result, which exists only once the other ranks have begun the step."""
         monitor = self._world.monitor
         if monitor is None or is_host(self._world.device) or self._relaxed:

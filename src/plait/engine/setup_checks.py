@@ -31,7 +31,7 @@ from plait.plan.plan import Plan
 from plait.plan.step_facts import Place, StepFacts
 
 
-def check_given(model: Any, loss_fn: Any, optimizer: Any, clip_norm: float | None) -> None:
+def check_given(model: Any, loss_fn: object, optimizer: object, clip_norm: float | None) -> None:
     """Raise PlanError for an argument that is not a model, a loss function, an optimizer's factory, or a positive
     clip_norm."""
     if not isinstance(model, nn.Module):

@@ -204,9 +204,9 @@ def loads_of_ranks(ranks: Iterable[tuple[int, Mapping[str, Any]]], mesh: Mesh) -
     return {module: functools.reduce(operator.add, (load for _, load in parts)) for module, parts in found.items()}
 
 
-def _as_rows(costs: Costs) -> dict[str, Any]:
+def _as_rows(costs: Costs) -> dict[str, object]:
     """The costs in the format of `plait schedule --costs`."""
-    rows: dict[str, Any] = {
+    rows: dict[str, object] = {
         name: list(getattr(costs, name))
         for name in ("forward", "backward", "weight", "activation_bytes", "weight_activation_bytes")
     }

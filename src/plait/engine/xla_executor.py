@@ -132,7 +132,7 @@ class XlaExecutor(RankExecutor):
                     self.arrays[name] = put(parameter, self.placed.held[name])
                 self._versions[name] = parameter._version
 
-    def replace_parameters(self, new: Mapping[str, Any]) -> None:
+    def replace_parameters(self, new: Arrays) -> None:
         """Take over parameters that an update has made on the devices."""
         self.arrays |= new
         self._are_newer = True

@@ -8,19 +8,19 @@ reads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
 import torch
+from jax import Array
 from torch import Tensor, nn
 
 from plait.backends.xla.element_update import StateArrays, UpdateOfKind, check_lowered
 from plait.backends.xla.jax_arrays import as_in_torch, put, to_torch
 from plait.backends.xla.lowerings.table import jax_dtype, torch_dtype
-from plait.backends.xla.xla_step import Found, Inputs, Rules, XlaStep, update_alone
+from plait.backends.xla.xla_step import Arrays, Found, Inputs, Rules, Stepped, XlaStep, update_alone
 from plait.engine.recorded_update import KindOfParameter, RecordedStep, record_step
 from plait.engine.xla_executor import XlaExecutor
 from plait.errors import PlanError, Refusal
@@ -42,8 +42,8 @@ class _Planned:
     """The update of the next step: its programs, their numbers, and what to count once it is made."""
 
     updates: tuple[UpdateOfKind, ...]
-    numbers: list[Any]
-    counts: dict[str, dict[str, Any]]
+    numbers: list[np.ndarray]
+    counts: dict[str, dict[str, object]]
     steps: list[RecordedStep]
     made: dict[str, set[str]]  # keys of state that it has made, by parameter
 
@@ -62,10 +62,10 @@ class XlaUpdate:
             self._members = list(optimizer.members.values())
         self._names: dict[Tensor, str] = {p: name for name, p in executor.own_parameters.items()}
         self._state: StateArrays = {}
-        self._counts: dict[str, dict[str, Any]] = {}
-        self._seen: dict[str, dict[str, tuple[Any, int]]] = {}  # what the host had when both were equal
+        self._counts: dict[str, dict[str, object]] = {}
+        self._seen: dict[str, dict[str, tuple[object, int]]] = {}  # what the host had when both were equal
         self._newer: set[str] = set()  # parameters whose state on the devices is newer
-        self._alone: dict[Any, Any] = {}
+        self._alone: dict[tuple[tuple[UpdateOfKind, ...], Rules], Callable[..., Stepped]] = {}
         self.outcome: UpdateOutcome | None = None
         _refuse(optimizer, self._members)
 
@@ -97,7 +97,7 @@ class XlaUpdate:
             self._note(name, kept)
         self._newer.clear()
 
-    def _note(self, name: str, kept: Mapping[str, Any]) -> None:
+    def _note(self, name: str, kept: Mapping[str, object]) -> None:
         self._seen[name] = {key: (value, _version(value)) for key, value in kept.items()}
 
     def _absorb(self) -> None:
@@ -124,11 +124,11 @@ class XlaUpdate:
             self._note(name, kept)
 
     @property
-    def arrays(self) -> list[Any]:
+    def arrays(self) -> list[Array]:
         """The state on the devices."""
         return [array for own in self._state.values() for array in own.values()]
 
-    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+    def state_of(self, parameter: nn.Parameter) -> dict[str, object]:
         """A parameter's state by key, in host memory."""
         self.fetch()
         return dict(self._optimizer.state.get(parameter, {}))
@@ -162,7 +162,7 @@ class XlaUpdate:
         self, member: torch.optim.Optimizer, gradients: Mapping[str, torch.dtype]
     ) -> list[tuple[KindOfParameter, list[str]]]:
         """The kinds of parameters that one optimizer updates, each with the names of its parameters."""
-        found: dict[Any, tuple[KindOfParameter, list[str]]] = {}
+        found: dict[tuple[object, ...], tuple[KindOfParameter, list[str]]] = {}
         for index, group in enumerate(member.param_groups):
             for parameter in group["params"]:
                 name = self._names.get(parameter, "")
@@ -219,7 +219,7 @@ class XlaUpdate:
             new, state, norm, finite = self._alone[key](trained, gradients, self._of(planned), planned.numbers)
             self._take_over(planned, new, state, norm, finite)
 
-    def _split(self, planned: _Planned) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _split(self, planned: _Planned) -> tuple[Arrays, Arrays]:
         arrays = self._executor.arrays
         trained = {name: arrays[name] for update in planned.updates for name in update.names}
         return trained, {name: array for name, array in arrays.items() if name not in trained}
@@ -227,7 +227,7 @@ class XlaUpdate:
     def _of(self, planned: _Planned) -> StateArrays:
         return {name: self._state.get(name, {}) for name in planned.counts}
 
-    def _take_over(self, planned: _Planned, new: dict[str, Any], state: StateArrays, norm: Any, finite: Any) -> None:
+    def _take_over(self, planned: _Planned, new: Arrays, state: StateArrays, norm: Array | None, finite: Array) -> None:
         self._executor.replace_parameters(new)
         self._state |= state
         updated = bool(finite)
@@ -255,16 +255,16 @@ def _refuse(optimizer: torch.optim.Optimizer, members: list[torch.optim.Optimize
             raise PlanError(Refusal(what, "", "call them after trainer.step, or leave backend=xla out"))
 
 
-def _version(value: Any) -> int:
+def _version(value: object) -> int:
     return value._version if isinstance(value, Tensor) else 0
 
 
-def _token(counts: tuple[tuple[str, Any], ...]) -> tuple[Any, ...]:
+def _token(counts: tuple[tuple[str, object], ...]) -> tuple[object, ...]:
     """A hashable key of what an optimizer counts."""
     return tuple((key, (str(v.dtype), v.tolist()) if isinstance(v, Tensor) else repr(v)) for key, v in counts)
 
 
-def _is_of_elements(key: str, value: Any, parameter: Tensor, arrays: set[str]) -> bool:
+def _is_of_elements(key: str, value: object, parameter: Tensor, arrays: set[str]) -> bool:
     """Whether a value of the state is a tensor with an element for each of the parameter's."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return False

@@ -7,6 +7,7 @@ like the vector.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -102,7 +103,7 @@ class Adafactor(ShardedOptimizer, torch.optim.Adafactor):
         if not work:
             return []
 
-        def each(values: list[Any]) -> Tensor:
+        def each(values: Sequence[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float64).to(squares[0].device, non_blocking=True)
 
         nums = each([max(prod(self._parts.shape(one.parameter)), 1) for one in work])

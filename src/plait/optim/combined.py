@@ -8,7 +8,7 @@ of all of them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         return f"{'' if isinstance(self.given, (list, tuple)) else type(self.given).__name__}({inner})"
 
     @property
-    def wrappers(self) -> list[Any]:
+    def wrappers(self) -> list[object]:
         """The objects in `given` whose step() calls those of other optimizers."""
         units = self.given if isinstance(self.given, (list, tuple)) else [self.given]
         return [unit for unit in units if held_optimizers(unit)]
@@ -53,7 +53,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         """The first member that has the group."""
         return next(m for m in self.members.values() if any(own is group for own in m.param_groups))
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], object] | None = None) -> None:  # type: ignore[override]
         """One step of every member, for only the groups that are in `param_groups` now."""
         left_out = self._every_group - {id(group) for group in self.param_groups}
         before = [(member, member.param_groups) for member in self.members.values()]
@@ -120,7 +120,7 @@ class _States(MutableMapping[Tensor, Any]):
         return self._holders.get(parameter) or [("", next(iter(self._members.values())))]
 
 
-class _State(MutableMapping[str, Any]):
+class _State(MutableMapping[str, object]):
     """The members' state of one parameter. Reading it adds nothing to a member's state."""
 
     def __init__(self, holders: list[tuple[str, _Optimizer]], parameter: Tensor) -> None:
@@ -131,7 +131,7 @@ class _State(MutableMapping[str, Any]):
         member, own = self._at(key)
         return member.state.get(self._parameter, {})[own]
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key: str, value: object) -> None:
         member, own = self._at(key)
         member.state[self._parameter][own] = value
 
@@ -152,7 +152,7 @@ class _State(MutableMapping[str, Any]):
         return self._holders[0][1], key
 
 
-def held_optimizers(holder: Any) -> dict[str, Any]:
+def held_optimizers(holder: Any) -> dict[str, object]:
     """The optimizers that an object has as attributes, or in lists, tuples and dicts among its attributes, by name."""
     found: dict[str, Any] = {}
     for name, value in getattr(holder, "__dict__", {}).items():
@@ -170,7 +170,7 @@ def optimizers_within(given: Any) -> dict[str, torch.optim.Optimizer]:
     """The optimizers that the user's function returned and those within them, by path; wrappers come last."""
     found: dict[str, torch.optim.Optimizer] = {}
 
-    def visit(path: str, it: Any, around: tuple[Any, ...]) -> None:
+    def visit(path: str, it: object, around: tuple[object, ...]) -> None:
         if any(it is each for each in (*around, *found.values())):
             return
         for name, inner in held_optimizers(it).items():
@@ -234,7 +234,7 @@ def _of_torch() -> frozenset[str]:
     return frozenset(vars(torch.optim.SGD([torch.empty(0)]))) | {"_opt_called", "_step_supports_amp_scaling"}
 
 
-def _is_number(name: str, value: Any) -> bool:
+def _is_number(name: str, value: object) -> bool:
     return isinstance(value, (bool, int, float)) and name not in _of_torch()
 
 

@@ -68,7 +68,7 @@ class ShardedOptimizer:
         self._parts = parts
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

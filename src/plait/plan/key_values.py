@@ -23,7 +23,7 @@ class Kind(ABC):
         return word
 
     @abstractmethod
-    def check(self, value: Any) -> None:
+    def check(self, value: object) -> None:
         """Raise ValueError if the value cannot be of this kind."""
 
     def show(self, value: Any) -> str:
@@ -43,7 +43,7 @@ class Axis(Kind):
         except ValueError:
             raise ValueError("a size is a whole number, 1 or more") from None
 
-    def check(self, value: Any) -> None:
+    def check(self, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError("a size is a whole number, 1 or more")
 
@@ -66,7 +66,7 @@ class Places(Axis):
         except ValueError:
             raise ValueError("it is a whole number, or the number of ranks of each stage like [1,2,1]") from None
 
-    def check(self, value: Any) -> None:
+    def check(self, value: object) -> None:
         if not isinstance(value, tuple):
             super().check(value)
             return
@@ -75,10 +75,10 @@ class Places(Axis):
         if len(value) < 2:
             raise ValueError("a pipeline has two stages or more; to share microbatches among all ranks use data=N")
 
-    def show(self, value: Any) -> str:
+    def show(self, value: int | tuple[int, ...]) -> str:
         return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
-    def num_ranks(self, value: Any) -> int:
+    def num_ranks(self, value: int | tuple[int, ...]) -> int:
         return sum(value) if isinstance(value, tuple) else super().num_ranks(value)
 
 
@@ -117,10 +117,10 @@ class StagePlans(Axis):
         if 1 in sizes:
             raise ValueError(f"its stages have one rank each; use pipeline={len(value)}")
 
-    def show(self, value: Any) -> str:
+    def show(self, value: tuple[tuple[str, int], ...]) -> str:
         return f"[{'|'.join(f'{name}={size}' for name, size in value)}]" if value else "none"
 
-    def num_ranks(self, value: Any) -> int:
+    def num_ranks(self, value: tuple[tuple[str, int], ...]) -> int:
         return value[0][1] if value else 1
 
 
@@ -137,7 +137,7 @@ class Number(Kind):
         except ValueError:
             raise ValueError(self._expected) from None
 
-    def check(self, value: Any) -> None:
+    def check(self, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < self.low or value > (self.high or value):
             raise ValueError(self._expected)
 
@@ -150,14 +150,14 @@ class Number(Kind):
 class Maybe(Number):
     """A `Number`, or None, which prints as `none`."""
 
-    def parse(self, word: str) -> Any:
+    def parse(self, word: str) -> int | None:
         return None if word == "none" else super().parse(word)
 
-    def check(self, value: Any) -> None:
+    def check(self, value: object) -> None:
         if value is not None:
             super().check(value)
 
-    def show(self, value: Any) -> str:
+    def show(self, value: int | None) -> str:
         return "none" if value is None else str(value)
 
 
@@ -174,13 +174,13 @@ class Real(Kind):
         except ValueError:
             raise ValueError(self._expected) from None
 
-    def check(self, value: Any) -> None:
+    def check(self, value: object) -> None:
         if value is None:
             return
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not self.low <= value < self.below:
             raise ValueError(self._expected)
 
-    def show(self, value: Any) -> str:
+    def show(self, value: float | None) -> str:
         return "none" if value is None else f"{value:g}"
 
     @property
@@ -199,14 +199,14 @@ class Interval(Kind):
         except ValueError:
             raise ValueError(self._expected) from None
 
-    def check(self, value: Any) -> None:
+    def check(self, value: object) -> None:
         for each in value if isinstance(value, tuple) else (value,):
             if isinstance(each, bool) or not isinstance(each, int) or each < 1:
                 raise ValueError(f"{self._expected}; sync=1 synchronises at every step")
         if isinstance(value, tuple) and not (len(value) == 2 and value[0] < value[1]):
             raise ValueError("an interval that grows begins with the smaller number, like 4..64")
 
-    def show(self, value: Any) -> str:
+    def show(self, value: int | tuple[int, int]) -> str:
         return "..".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
     _expected = "it is a number of steps, 1 or more, or one that grows like 4..64"
@@ -251,13 +251,13 @@ class Recomputes(Kind):
             return Recompute("budget", budget_bytes=Bytes().parse(word.partition("=")[2]))
         return Recompute("pattern", pattern=word)
 
-    def check(self, value: Any) -> None:
+    def check(self, value: object) -> None:
         if not isinstance(value, Recompute):
             raise ValueError("it is none, layer, gathers, budget=SIZE or a pattern of module names")
         if value.kind == "budget":
             Bytes().check(value.budget_bytes)
 
-    def show(self, value: Any) -> str:
+    def show(self, value: Recompute) -> str:
         if value.kind == "budget":
             return f"budget={Bytes().show(value.budget_bytes)}"
         return str(value.pattern or value.kind)
@@ -269,7 +269,7 @@ class Choice(Kind):
 
     words: tuple[str, ...]
 
-    def check(self, value: Any) -> None:
+    def check(self, value: object) -> None:
         if value not in self.words:
             raise ValueError(f"it is one of {', '.join(self.words)}")
 
@@ -285,7 +285,7 @@ SCHEDULE_NAMES = (
 class ScheduleName(Kind):
     """The name of a schedule, or the path of a file with one."""
 
-    def check(self, value: Any) -> None:
+    def check(self, value: object) -> None:
         if not isinstance(value, str) or not value:
             raise ValueError("it is the name of a schedule or a file")
         if value not in SCHEDULE_NAMES and not self.is_file(value):
@@ -311,11 +311,11 @@ class Buckets(Kind):
             raise ValueError(self._expected)
         return int(number)
 
-    def check(self, value: Any) -> None:
+    def check(self, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(self._expected)
 
-    def show(self, value: Any) -> str:
+    def show(self, value: int) -> str:
         return f"bucket:{value}" if value else "exact"
 
     _expected = "it is exact, or bucket:N with a whole number of positions, 1 or more, like bucket:64"
@@ -328,13 +328,13 @@ class Names(Kind):
     def parse(self, word: str) -> tuple[str, ...]:
         return tuple(word.split(","))
 
-    def check(self, value: Any) -> None:
+    def check(self, value: object) -> None:
         if not isinstance(value, tuple) or not all(isinstance(name, str) and name for name in value):
             raise ValueError("it is a list of module names, such as layers.4,layers.8")
         if len(set(value)) < len(value):
             raise ValueError("it names a module twice")
 
-    def show(self, value: Any) -> str:
+    def show(self, value: tuple[str, ...]) -> str:
         return ",".join(value) or "none"
 
 
@@ -347,11 +347,11 @@ class Bytes(Kind):
             return int(found[1]) * _UNITS[found[2]]
         raise ValueError(f"a size has a number and a unit of {', '.join(_UNITS)}, like 25MiB")
 
-    def check(self, value: Any) -> None:
+    def check(self, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError("a size is 1B or more")
 
-    def show(self, value: Any) -> str:
+    def show(self, value: int) -> str:
         unit = max((unit for unit in _UNITS if value % _UNITS[unit] == 0), key=lambda unit: _UNITS[unit])
         return f"{value // _UNITS[unit]}{unit}"
 
@@ -364,7 +364,7 @@ class Family(Kind):
     value: Choice
     members: tuple[str, ...] = ()  # the suffixes that there are; empty: any pattern
 
-    def parse(self, word: str) -> tuple[tuple[str, Any], ...]:
+    def parse(self, word: str) -> tuple[tuple[str, object], ...]:
         member, _, value = word.partition("=")
         return ((member, self.value.parse(value)),)
 
@@ -374,7 +374,7 @@ class Family(Kind):
                 raise ValueError(f"{self.prefix} is followed by one of {', '.join(self.members)}")
             self.value.check(word)
 
-    def show(self, value: Any) -> str:
+    def show(self, value: tuple[tuple[str, object], ...]) -> str:
         return " ".join(f"{self.prefix}{member}={word}" for member, word in value)
 
 
@@ -393,5 +393,5 @@ class AxisSizes(Family):
             axis_kind(name)
             Axis().check(size)
 
-    def show(self, value: Any) -> str:
+    def show(self, value: tuple[tuple[str, object], ...]) -> str:
         return " ".join(f"{name}={size}" for name, size in value)

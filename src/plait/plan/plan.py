@@ -415,7 +415,7 @@ class PlanKey(NamedTuple):
     field: str
     name: str
     kind: Kind
-    default: Any
+    default: object
     doc: str
 
 

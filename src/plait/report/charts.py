@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from plait.cost.memory_model import human_bytes
 from plait.report.swimlane import plotly
 from plait.spec.trace import ExpertLoad, Sample, Trace
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 _FEW = 8  # up to this many ranks have a line each; more ranks are rows of a heat map
 _NUM_BINS = 240
@@ -18,7 +21,7 @@ _MEASURED, _PREDICTED = "#0072B2", "#E69F00"
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#B0A000")
 
 
-def draw_utilisation(measured: Trace | None, predicted: Trace | None, bubble: bool = True) -> Any:
+def draw_utilisation(measured: Trace | None, predicted: Trace | None, bubble: bool = True) -> Figure:
     """Bars of each rank's utilisation, and with `bubble` of its bubble too, for plans with a pipeline."""
     go, make_subplots = plotly()
     titles = ("utilisation: computing, of the whole step", "bubble: idle between first and last computation")
@@ -43,7 +46,7 @@ def draw_utilisation(measured: Trace | None, predicted: Trace | None, bubble: bo
     return _tidy(figure, 300)
 
 
-def draw_samples(samples: Sequence[Sample], num_ranks: int, end: float, title: str, as_bytes: bool) -> Any:
+def draw_samples(samples: Sequence[Sample], num_ranks: int, end: float, title: str, as_bytes: bool) -> Figure:
     """A value of each rank over the time of a step. A value holds until the rank's next sample; `end` is in seconds."""
     go, _ = plotly()
     figure = go.Figure()
@@ -78,7 +81,7 @@ def draw_samples(samples: Sequence[Sample], num_ranks: int, end: float, title: s
     return _tidy(figure, height)
 
 
-def draw_links(sent: Mapping[tuple[int, int], int], num_ranks: int) -> Any:
+def draw_links(sent: Mapping[tuple[int, int], int], num_ranks: int) -> Figure:
     """A matrix of the bytes that each rank sent to each other rank in a step."""
     go, _ = plotly()
     values = np.full((num_ranks, num_ranks), np.nan)
@@ -105,7 +108,7 @@ def draw_links(sent: Mapping[tuple[int, int], int], num_ranks: int) -> Any:
     return _tidy(figure, 420)
 
 
-def draw_experts(loads: Mapping[str, ExpertLoad]) -> Any:
+def draw_experts(loads: Mapping[str, ExpertLoad]) -> Figure:
     """A row for each mixture, a column for each expert: its rows over those of the mean expert of the mixture."""
     go, _ = plotly()
     names, most = list(loads), max(len(load.rows) for load in loads.values())
@@ -128,7 +131,7 @@ def draw_experts(loads: Mapping[str, ExpertLoad]) -> Any:
     return _tidy(figure, 160 + 22 * len(names))
 
 
-def draw_metrics(lines: Sequence[Mapping[str, Any]]) -> Any:
+def draw_metrics(lines: Sequence[Mapping[str, object]]) -> Figure:
     """Loss and tokens/s over the steps of a run. `lines` are those of its metrics file."""
     go, make_subplots = plotly()
     figure = make_subplots(rows=1, cols=2, subplot_titles=("loss", "tokens/s"), horizontal_spacing=0.08)
@@ -162,17 +165,17 @@ def _binned(samples: Sequence[tuple[float, float]], end: float) -> list[float]:
     return found
 
 
-def _titles_to_the_left(figure: Any) -> None:
+def _titles_to_the_left(figure: Figure) -> None:
     """Align the titles of two figures side by side to the left, so that the legend has room on the right."""
     for title, start in zip(figure.layout.annotations, (0.0, 0.54), strict=False):
         title.update(x=start, xanchor="left")
 
 
-def _rank_ticks(trace: Trace | None) -> dict[str, Any]:
+def _rank_ticks(trace: Trace | None) -> dict[str, int]:
     return {"dtick": 1} if trace is not None and trace.num_ranks <= 2 * _FEW else {}
 
 
-def _tidy(figure: Any, height: int) -> Any:
+def _tidy(figure: Figure, height: int) -> Figure:
     return figure.update_layout(
         height=height, plot_bgcolor="white", margin={"l": 70, "r": 20, "t": 50, "b": 50}, bargap=0.25,
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 1.0, "xanchor": "right"},

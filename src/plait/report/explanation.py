@@ -8,10 +8,10 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 from plait.backends.choose import chooses_collectives, make_graphs, passes_of
 from plait.backends.eager.passes import eager_graphs
@@ -180,7 +180,7 @@ class Explanation:
             return [graphs[program.micro_graphs[-1]]]
         return [graphs[name] for name, part in program.graphs.items() if part.accumulation in ("alone", "last", "more")]
 
-    def _gradients(self, name: str) -> list[Any]:
+    def _gradients(self, name: str) -> list[Argument]:
         """The nodes that the graphs return as the gradient of parameter `name`."""
         program = self.program
         graphs = eager_graphs(program)
@@ -282,7 +282,7 @@ def _readers(node: Node) -> list[Node]:
     return found
 
 
-def _way_of_gradient(node: Any, axes: Sequence[str]) -> str:
+def _way_of_gradient(node: Argument, axes: Sequence[str]) -> str:
     """The sum of a gradient over these axes, described in words. `node` is what the graph returns for the gradient."""
     done = node.args[0] if isinstance(node, Node) and is_item(node) else None
     if isinstance(done, Node) and bucket_part(done) == "wait":

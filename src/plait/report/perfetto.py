@@ -38,10 +38,10 @@ def chrome_trace(measured: Iterable[tuple[int, float, Trace]], predicted: Trace 
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
 
 
-def _spans(trace: Trace, step: int, at: float, thread: int) -> list[dict[str, Any]]:
+def _spans(trace: Trace, step: int, at: float, thread: int) -> list[dict[str, object]]:
     events = []
     for span in trace.spans:
-        arguments: dict[str, Any] = {"step": step}
+        arguments = {"step": step}
         if span.num_bytes:
             arguments["bytes"] = span.num_bytes
         # Simulated transfers overlap with what a rank does, so their spans do not nest in others.

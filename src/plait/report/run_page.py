@@ -6,11 +6,14 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from plait.report.charts import draw_experts, draw_links, draw_metrics, draw_samples, draw_utilisation
 from plait.report.swimlane import MANY, SCRIPT, draw_swimlanes, pack_swimlanes
 from plait.spec.trace import ExpertLoad, Trace
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 MOST_SPANS = 200_000  # in one page; a page with more opens slowly
 _MEMORY = {
@@ -67,7 +70,7 @@ def build_page(
     title: str,
     facts: Sequence[tuple[str, str]],
     steps: Sequence[StepView],
-    metrics: Sequence[Mapping[str, Any]],
+    metrics: Sequence[Mapping[str, object]],
 ) -> str:
     """The HTML of the page. `facts` are rows of its table, `metrics` the lines of the metrics file.
 
@@ -143,7 +146,7 @@ show(choose ? choose.value : 0);
 """
 
 
-def _of_step(step: StepView) -> dict[str, Any]:
+def _of_step(step: StepView) -> dict[str, object]:
     """The figures of a step, as data for the page's script."""
     bubble = step.predicted is not None  # the plan has a schedule
     figures = {"utilisation": draw_utilisation(step.measured, step.predicted, bubble)}
@@ -166,7 +169,7 @@ def _of_step(step: StepView) -> dict[str, Any]:
     return found | {"swimlanes": pack_swimlanes(step.measured, step.predicted, bubble)}
 
 
-def _rows(figure: Any) -> Any:
+def _rows(figure: Figure) -> object:
     return json.loads(figure.to_json())
 
 

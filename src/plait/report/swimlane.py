@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from plait.errors import PlanError
 from plait.spec.trace import COMPUTE_KINDS, KINDS, Span, Trace
+
+if TYPE_CHECKING:
+    from plotly.basedatatypes import BaseTraceType
+    from plotly.graph_objects import Figure
 
 # Colours that are distinct for the colour-blind too (Wong 2011, "Points of view: Color blindness").
 COLOURS = {
@@ -24,7 +29,7 @@ LANES = {"wait": (0.0, 0.62), "send": (0.3, 0.12)}  # (offset, height) of kinds 
 
 def draw_swimlanes(
     measured: Trace | None = None, predicted: Trace | None = None, *, bubble: bool = True, unit: str = "seconds"
-) -> Any:
+) -> Figure:
     """A plotly figure of one trace or both. Dragging zooms into a time, a double click shows all of it.
 
     Each trace is shown from its first span on. `bubble` says whether to print the bubble, which pipelines have; `unit`
@@ -44,7 +49,9 @@ def draw_swimlanes(
     return figure
 
 
-def empty_swimlanes(shown: Sequence[tuple[str, Trace]], bubble: bool = True, unit: str = "seconds") -> tuple[Any, int]:
+def empty_swimlanes(
+    shown: Sequence[tuple[str, Trace]], bubble: bool = True, unit: str = "seconds"
+) -> tuple[Figure, int]:
     """The figure of traces without their spans, and the height of a lane in pixels. `shown` has each trace with its
     name."""
     _, make_subplots = plotly()
@@ -78,7 +85,7 @@ def empty_swimlanes(shown: Sequence[tuple[str, Trace]], bubble: bool = True, uni
     return figure, lane
 
 
-def page(figures: Any | Sequence[Any], title: str) -> str:
+def page(figures: Figure | Sequence[Figure], title: str) -> str:
     """A self-contained HTML page of one figure or several."""
     import html
 
@@ -103,7 +110,7 @@ def write_page(path: Path, text: str) -> None:
         raise PlanError(f"cannot write {str(path)!r}: {error.strerror}") from None
 
 
-def plotly() -> tuple[Any, Any]:
+def plotly() -> tuple[ModuleType, Callable[..., Figure]]:
     """plotly's graph objects and its make_subplots. Raises PlanError if plotly is not installed."""
     try:
         import plotly.graph_objects as graph_objects
@@ -113,7 +120,7 @@ def plotly() -> tuple[Any, Any]:
     return graph_objects, make_subplots
 
 
-def _bars(go: Any, kind: str, spans: list[Span], begin: float, lane: int) -> Any:
+def _bars(go: ModuleType, kind: str, spans: list[Span], begin: float, lane: int) -> BaseTraceType:
     """Each span a rectangle with its name in it."""
     offset, height = LANES.get(kind, (0.0, 0.8))
     return go.Bar(
@@ -127,7 +134,7 @@ def _bars(go: Any, kind: str, spans: list[Span], begin: float, lane: int) -> Any
     )  # fmt: skip
 
 
-def _lines(go: Any, kind: str, spans: list[Span], begin: float, lane: int) -> Any:
+def _lines(go: ModuleType, kind: str, spans: list[Span], begin: float, lane: int) -> BaseTraceType:
     """All spans as one broken line, as thick as a lane: many thousands of them are drawn at once."""
     offset, height = LANES.get(kind, (0.0, 0.8))
     # Each span is its start, its end and a gap; arrays travel as bytes, so that a page of many stays small.
@@ -148,7 +155,7 @@ def _tell(span: Span) -> str:
     return f"rank {span.rank}: {span.name} ({span.kind})<br>{span.start:.6g} to {span.end:.6g} s{sent}"
 
 
-def _name_once(figure: Any) -> None:
+def _name_once(figure: Figure) -> None:
     """Show each kind in the legend only once."""
     seen: set[str] = set()
     for trace in figure.data:
@@ -159,7 +166,7 @@ def _name_once(figure: Any) -> None:
 SCRIPT = Path(__file__).with_name("swimlane.js")
 
 
-def pack_swimlanes(measured: Trace | None, predicted: Trace | None, bubble: bool = True) -> dict[str, Any]:
+def pack_swimlanes(measured: Trace | None, predicted: Trace | None, bubble: bool = True) -> dict[str, object]:
     """The data from which swimlane.js draws what `draw_swimlanes` draws, for any number of spans.
 
     Arrays are base64, and each name is there once.
@@ -192,5 +199,5 @@ def pack_swimlanes(measured: Trace | None, predicted: Trace | None, bubble: bool
     return {"rows": rows, "names": list(names), "kinds": kinds, "layout": layout}
 
 
-def _packed(values: list[Any], dtype: type) -> str:
+def _packed(values: Sequence[float], dtype: type) -> str:
     return base64.b64encode(np.array(values, dtype).tobytes()).decode()

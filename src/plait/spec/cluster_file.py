@@ -205,7 +205,7 @@ def parse_cluster(text: str, place: str, name: str) -> Cluster:
     return made
 
 
-def _device(reader: _Reader, table: dict[str, Any]) -> DeviceSpec:
+def _device(reader: _Reader, table: dict[str, object]) -> DeviceSpec:
     peaks = reader.table(table, "peak", "device.peak")
     if "float32" not in peaks:
         raise ConfigError(reader.missing("device.peak.float32", NUMBERS["device.peak"]))
@@ -234,14 +234,14 @@ def _device(reader: _Reader, table: dict[str, Any]) -> DeviceSpec:
     )
 
 
-def _matches(reader: _Reader, given: Any) -> tuple[str, ...]:
+def _matches(reader: _Reader, given: object) -> tuple[str, ...]:
     """Texts, of which one is in the name of a device."""
     if not isinstance(given, list) or not all(isinstance(each, str) and each for each in given):
         raise ConfigError(f'{reader.place}: device.matches = {given!r}; it is a list of texts, like ["h100"]')
     return tuple(each.lower() for each in given)
 
 
-def _link(reader: _Reader, table: dict[str, Any]) -> LinkSpec:
+def _link(reader: _Reader, table: dict[str, object]) -> LinkSpec:
     reader.check_keys(table, "links")
     level = reader.text(table, "links.level")
     if level not in LEVELS:
@@ -275,7 +275,7 @@ def _together(reader: _Reader, given: Any) -> tuple[tuple[int, float], ...]:
     return tuple((ranks, float(speed)) for ranks, speed in points)
 
 
-def _calls(reader: _Reader, given: Any) -> tuple[CallTime, ...]:
+def _calls(reader: _Reader, given: object) -> tuple[CallTime, ...]:
     """The table [calls]: signature = [seconds, flops, bytes, dtype]."""
     if not isinstance(given, dict):
         raise ConfigError(f"{reader.place}: calls = {given!r}; it is a table, by the signature of a call")
@@ -293,7 +293,7 @@ def _calls(reader: _Reader, given: Any) -> tuple[CallTime, ...]:
     return tuple(found)
 
 
-def _host(reader: _Reader, table: dict[str, Any]) -> HostSpec:
+def _host(reader: _Reader, table: dict[str, object]) -> HostSpec:
     reader.check_keys(table, "host")
     names = [each.name for each in fields(HostSpec) if each.name != "cpu"]
     numbers: dict[str, Any] = {name: reader.number(table, f"host.{name}") for name in names}
@@ -335,19 +335,19 @@ class _Reader:
         given = [text for key, text in self.sources.items() if path == key or path.startswith(f"{key}.")]
         return given[-1] if given else next(row.look for key, row in NUMBERS.items() if path.startswith(key))
 
-    def table(self, table: Mapping[str, Any], key: str, path: str = "") -> dict[str, Any]:
+    def table(self, table: Mapping[str, object], key: str, path: str = "") -> dict[str, object]:
         found = table.get(key)
         if not isinstance(found, dict):
             raise ConfigError(f"{self.place}: the table [{path or key}] is missing")
         return found
 
-    def check_keys(self, table: Mapping[str, Any], name: str, more: frozenset[str] | set[str] = frozenset()) -> None:
+    def check_keys(self, table: Mapping[str, object], name: str, more: frozenset[str] | set[str] = frozenset()) -> None:
         paths = [*NUMBERS, *_TEXTS, *_CURVES]
         known = {path.partition(".")[2] for path in paths if path.startswith(f"{name}.")} | more
         if unknown := table.keys() - known:
             raise ConfigError(f"{self.place}: unknown key {name}.{min(unknown)}; {_near(min(unknown), known)}")
 
-    def text(self, table: Mapping[str, Any], path: str) -> str:
+    def text(self, table: Mapping[str, object], path: str) -> str:
         found = table.get(path.rpartition(".")[2])
         if not isinstance(found, str) or not found:
             raise ConfigError(f"{self.place}: {path} is missing; it is a text")
@@ -372,7 +372,7 @@ class _Reader:
     def missing(self, path: str, row: NumberRow) -> str:
         return f"{self.place}: {path} is missing; it is in {row.unit}; look it up in {self.source(path)}"
 
-    def flag(self, table: Mapping[str, Any], path: str, default: bool) -> bool:
+    def flag(self, table: Mapping[str, object], path: str, default: bool) -> bool:
         """true or false; the default if it is not given."""
         given = table.get(path.rpartition(".")[2], default)
         if not isinstance(given, bool):
@@ -399,11 +399,11 @@ class _Reader:
         return EfficiencyCurve(found)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 

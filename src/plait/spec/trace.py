@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 # The kinds of spans. The first three are compute; `wait` is for data of another rank, `data` for the next batch.
 COMPUTE_KINDS = ("forward", "backward", "weight")
@@ -175,7 +174,7 @@ class Trace:
 
     def to_json(self) -> str:
         """The trace as one line of JSON, with a list per span and sample; `from_json` reads it."""
-        rows: dict[str, Any] = {"num_ranks": self.num_ranks}
+        rows: dict[str, object] = {"num_ranks": self.num_ranks}
         rows["spans"] = [[s.rank, s.kind, s.name, s.start, s.end, s.num_bytes, s.micro, s.chunk] for s in self.spans]
         rows["memory"] = [[s.rank, s.time, s.value] for s in self.memory]
         rows["in_flight"] = [[s.rank, s.time, s.value] for s in self.in_flight]

@@ -48,7 +48,7 @@ from plait.engine.ddp_fallback import refuse_unless_data_only
 from plait.engine.environment import under_launcher
 from plait.engine.gradient_noise import check_noise_every
 from plait.engine.local_batch import batch_of_replica, microbatches
-from plait.engine.rank_optimizers import make_optimizer
+from plait.engine.rank_optimizers import SchedulerFactory, make_optimizer
 from plait.engine.setup_checks import check_captured, check_plan, check_step, place_here
 from plait.errors import (
     BatchError,
@@ -106,7 +106,7 @@ def import_reference(text: str, key: str) -> Callable[..., Any]:
     return typing.cast(Callable[..., Any], found)
 
 
-def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], table: str, skip: int = 0) -> None:
+def check_arguments(function: Callable[..., Any], arguments: Mapping[str, object], table: str, skip: int = 0) -> None:
     """Raise ConfigError for an argument that `function` does not take, or takes in another plain type.
 
     The first `skip` parameters do not come from the config.
@@ -135,7 +135,7 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
         raise ConfigError(f"[{table}] lacks {', '.join(missing)}")
 
 
-def call(function: Callable[..., Any], arguments: Mapping[str, Any], table: str, *first: Any) -> Any:
+def call(function: Callable[..., Any], arguments: Mapping[str, object], table: str, *first: object) -> Any:
     """Check a table's arguments and call the function with them, after `first`. Its exceptions become ConfigErrors."""
     check_arguments(function, arguments, table, skip=len(first))
     try:
@@ -236,7 +236,7 @@ def optimizer_factory(config: Config) -> Callable[..., torch.optim.Optimizer]:
     return functools.partial(found, **arguments)
 
 
-def scheduler_factory(config: Config) -> Callable[[torch.optim.Optimizer], Any] | None:
+def scheduler_factory(config: Config) -> SchedulerFactory | None:
     """A function from an optimizer to the scheduler that [scheduler] names; None without that table."""
     section = config.scheduler
     if section is None:

@@ -84,7 +84,7 @@ class MetricsLog:
             self._tensorboard.close()
 
 
-def read_steps(path: Path) -> list[dict[str, Any]]:
+def read_steps(path: Path) -> list[dict[str, object]]:
     """The lines of steps. Lines that cannot be parsed are skipped, because a run may be killed while it writes one.
 
     A file that does not exist has no lines. Raises DataError if the file exists and cannot be read.
@@ -144,7 +144,7 @@ def _lines_before(path: Path, step: int) -> list[str]:
     return kept
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: object) -> Any:
     """A number with 9 digits, which distinguish any two float32 numbers; any other value unchanged."""
     return float(f"{value:.9g}") if isinstance(value, float) else value
 

@@ -103,7 +103,7 @@ def _simulate_job(config: Config, plan: Plan, cluster: Cluster) -> StepPredictio
     return simulator.simulate(plan)
 
 
-def _shape_file(path: Path) -> dict[str, Any] | None:
+def _shape_file(path: Path) -> dict[str, object] | None:
     """The tables of a file with a [shape]; None for others, whose mistakes `load_config` names."""
     try:
         raw = parse_toml(path.read_text())
@@ -112,7 +112,7 @@ def _shape_file(path: Path) -> dict[str, Any] | None:
     return raw if "shape" in raw else None
 
 
-def _read_shape(raw: dict[str, Any], path: Path) -> TransformerShape:
+def _read_shape(raw: dict[str, object], path: Path) -> TransformerShape:
     rows = {each.name: each for each in fields(TransformerShape)}
     given = raw["shape"]
     if not isinstance(given, dict):

@@ -155,14 +155,14 @@ def compare_runs(runs: Sequence[Path], out: Path | None) -> str:
     return table
 
 
-def _lines(run: Path) -> list[dict[str, Any]]:
+def _lines(run: Path) -> list[dict[str, object]]:
     found = read_steps(run / METRICS)
     if not found:
         raise DataError(f"{str(run)!r} has no {METRICS} with a step in it; name the folders of runs, their train.out")
     return found
 
 
-def _plans(run: Path, lines: Sequence[dict[str, Any]]) -> str:
+def _plans(run: Path, lines: Sequence[dict[str, object]]) -> str:
     """The run's plan; if the plan changed when the run was resumed, each plan and its first step."""
     found = [(line["step"], str(line["plan"])) for line in lines if "plan" in line]
     changes = [one for index, one in enumerate(found) if index == 0 or one[1] != found[index - 1][1]]

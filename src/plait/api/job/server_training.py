@@ -122,7 +122,7 @@ def _log(out: str, tensorboard: bool, plan: str, first_step: int) -> MetricsLog:
     return MetricsLog(Path(out), first_step, tensorboard, plan)
 
 
-def _absolute(folder: Any) -> str:
+def _absolute(folder: object) -> str:
     text = str(folder)
     return text if "://" in text else str(Path(text).absolute())
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import Target
 
 from plait.comm.protocol import Comm, Work, World
 from plait.compile.ir.calls import placeholders
@@ -294,10 +295,10 @@ class Halves:
     rest: tuple[int, ...] = ()
 
 
-_HALVES: dict[Any, Halves] = {}
+_HALVES: dict[Target, Halves] = {}
 
 
-def halves_of(op: Any) -> Halves | None:
+def halves_of(op: Target) -> Halves | None:
     """The two halves of a collective; None if it has none."""
     return _HALVES.get(op)
 

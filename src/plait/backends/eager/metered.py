@@ -41,7 +41,7 @@ def mark(world: Any, moment: str, label: str) -> None:
     world.meter.at(moment, label)
 
 
-def claim(world: Any, values: Any, label: str) -> None:
+def claim(world: Any, values: object, label: str) -> None:
     """Tell the meter that tensors belong to another class than the one they were allocated in."""
     world.meter.claim(values, label)
 

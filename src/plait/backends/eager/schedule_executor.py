@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -116,7 +116,7 @@ class ScheduleExecutor:
         """A tensor of the value's shape and dtype on this rank's device, backed by one element."""
         return torch.empty((), dtype=value.like.dtype, device=self._device).expand(value.like.shape)
 
-    def span(self, kind: str, name: str, action: Action, num_bytes: int = 0) -> AbstractContextManager[Any]:
+    def span(self, kind: str, name: str, action: Action, num_bytes: int = 0) -> AbstractContextManager[object]:
         """Record what runs within the context, if there is a recorder."""
         return nullcontext() if self._recorder is None else self._recorder.span(kind, name, action, num_bytes)
 

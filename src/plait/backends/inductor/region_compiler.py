@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def compile_regions(functions: Sequence[RegionFunction], plan: Plan) -> CompileR
     return CompileReport(len(functions), len(by_key), len(missing), time.monotonic() - begun)
 
 
-def _compile_missing(functions: Mapping[str, RegionFunction], settings: Mapping[str, Any], plan: Plan) -> None:
+def _compile_missing(functions: Mapping[str, RegionFunction], settings: Mapping[str, object], plan: Plan) -> None:
     waiting = dict(functions)
     for must_wait in (False, True):
         for key, function in list(waiting.items()):
@@ -97,14 +97,14 @@ def _compile_missing(functions: Mapping[str, RegionFunction], settings: Mapping[
                 _LOG.info("compile=%s: region %d of %d in %.1f s", plan.compile, done, len(functions), took)
 
 
-def _key_of(function: RegionFunction, settings: Mapping[str, Any]) -> str:
+def _key_of(function: RegionFunction, settings: Mapping[str, object]) -> str:
     """The key of a region: its text, and all else that its code depends on."""
     own = (function.text, function.fixed, function.site)
     parts = (own, sorted(settings.items()), torch.__version__, torch.get_num_threads())
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _compile(function: RegionFunction, settings: Mapping[str, Any], plan: Plan) -> RunRegion:
+def _compile(function: RegionFunction, settings: Mapping[str, object], plan: Plan) -> RunRegion:
     import torch._inductor.config as config  # takes seconds, and only plans with compile= need it
     from torch._guards import TracingContext
     from torch._guards import tracing as in_context
@@ -148,7 +148,7 @@ def _cannot_compile(function: RegionFunction, plan: Plan, error: Exception) -> R
     )
 
 
-def _checked(compiled: Any, strides: Sequence[tuple[int, ...]], results: Any) -> RunRegion:
+def _checked(compiled: Callable[..., Any], strides: Sequence[tuple[int, ...]], results: Any) -> RunRegion:
     """The compiled function, given tensors of the strides that it was compiled for, with results that may each be
     written to: Inductor computes equal ones once, and returns the same memory for them."""
     shared: list[int] | None = None  # the results to copy, known from the first call on
@@ -168,7 +168,7 @@ def _checked(compiled: Any, strides: Sequence[tuple[int, ...]], results: Any) ->
     return run
 
 
-def _in_shared_memory(found: Sequence[Any], results: Sequence[Any]) -> list[int]:
+def _in_shared_memory(found: Sequence[object], results: Sequence[object]) -> list[int]:
     """The results that have the memory of earlier ones, of which they are no views in the region's graph."""
     bases, shared = dict[int, Node](), list[int]()
     for index, (tensor, node) in enumerate(zip(found, results, strict=True)):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 import torch
+from jax import Array
+from torch._ops import OpOverload
 
 from plait.backends.xla.graph_function import is_lowered
 from plait.backends.xla.lowerings import LOWERINGS
@@ -35,9 +36,9 @@ class StepNumber:
 class UpdateCall:
     """A call of a functional ATen op. Its result is the program's next value, of this dtype."""
 
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
+    op: OpOverload
+    args: tuple[object, ...]
+    kwargs: tuple[tuple[str, object], ...]
     dtype: torch.dtype
 
 
@@ -63,7 +64,8 @@ class UpdateOfKind:
     names: tuple[str, ...]
 
 
-StateArrays = dict[str, dict[str, Any]]  # the optimizer's state: arrays by parameter and key
+StateArrays = dict[str, dict[str, Array]]  # the optimizer's state: arrays by parameter and key
+Numbers = Sequence[Array]  # of each UpdateOfKind
 
 
 def check_lowered(program: ElementProgram, optimizer: str) -> None:
@@ -76,16 +78,16 @@ def check_lowered(program: ElementProgram, optimizer: str) -> None:
 
 def updated(
     updates: Sequence[UpdateOfKind],
-    parameters: Mapping[str, Any],
-    gradients: Mapping[str, Any],
-    state: Mapping[str, Mapping[str, Any]],
-    numbers: Sequence[Any],
-) -> tuple[dict[str, Any], StateArrays]:
+    parameters: Mapping[str, Array],
+    gradients: Mapping[str, Array],
+    state: Mapping[str, Mapping[str, Array]],
+    numbers: Numbers,
+) -> tuple[dict[str, Array], StateArrays]:
     """The new values of the parameters that are updated, and of their state.
 
     `numbers` has an array for each of `updates`.
     """
-    new: dict[str, Any] = {}
+    new: dict[str, Array] = {}
     new_state: StateArrays = {}
     for update, given in zip(updates, numbers, strict=True):
         for name in update.names:
@@ -96,11 +98,11 @@ def updated(
     return new, new_state
 
 
-def _run(program: ElementProgram, inputs: Mapping[str, Any], numbers: Any) -> dict[str, Any]:
+def _run(program: ElementProgram, inputs: Mapping[str, Array], numbers: Array) -> dict[str, Array]:
     values = [inputs[name] for name in program.inputs]
     shape = inputs[PARAMETER].shape
 
-    def given(argument: Any) -> Any:
+    def given(argument: object) -> object:
         if isinstance(argument, ProgramValue):
             return values[argument.index]
         return numbers[argument.index] if isinstance(argument, StepNumber) else argument

@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax import Array
 from torch._decomp import decomposition_table
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+from torch.fx.node import Target, map_arg
 
 from plait.backends.xla.lowerings import LOWERINGS
 from plait.backends.xla.lowerings.random_draws import drawn
@@ -53,7 +54,7 @@ def simplified(graph: Graph) -> Graph:
     return copy
 
 
-def is_lowered(op: Any) -> bool:
+def is_lowered(op: Target) -> bool:
     """Whether the op has a lowering, or is handled by who runs the graph."""
     return op in LOWERINGS or op in (operator.getitem, draw, constrain)
 
@@ -76,7 +77,7 @@ def _of_torch(op: Any) -> Callable[..., Any] | None:
     return written
 
 
-def _own(value: Any) -> Any:
+def _own(value: object) -> Any:
     """A list of a graph as one that may be changed, as some of these functions do."""
     return [_own(each) for each in value] if isinstance(value, list) else value
 
@@ -96,11 +97,11 @@ class GraphFunction:
     `comm_ops.constrain`, whose shardings are `constrained` by name.
     """
 
-    def __init__(self, graph: Graph, constrained: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, graph: Graph, constrained: Mapping[str, jax.sharding.Sharding] | None = None) -> None:
         self._graph = graph
         self._constrained = constrained or {}
 
-    def __call__(self, inputs: Mapping[str, Any], seed: Any) -> list[Any]:
+    def __call__(self, inputs: Mapping[str, Array | None], seed: Array) -> list[Array | None]:
         """The outputs of the graph, given its placeholders by name, and the seed of its random numbers: its lower and
         upper 32 bits.
 
@@ -154,15 +155,15 @@ def _called(node: Node, found: Mapping[Node, Any]) -> Any:
     return tuple(results) if several else results[0]
 
 
-def _as(made: Any, node: Node) -> Any:
+def _as(made: Array, node: Node) -> Array | None:
     return _converted(made, _result(node.meta["val"]), node)
 
 
-def _result(value: Any) -> Result | None:
+def _result(value: object) -> Result | None:
     return Result(tuple(value.shape), jax_dtype(value.dtype)) if isinstance(value, torch.Tensor) else None
 
 
-def _converted(made: Any, wanted: Any, node: Node) -> Any:
+def _converted(made: Array | None, wanted: Result | None, node: Node) -> Array | None:
     """The result in the dtype that the graph says."""
     if made is None or wanted is None:
         return made

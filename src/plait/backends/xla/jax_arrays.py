@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +21,7 @@ def _is_foreign(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 or str(dtype).startswith("torch.float8")
 
 
-def to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
+def to_numpy(tensor: Tensor) -> np.ndarray:
     """A copy of a tensor in host memory."""
     tensor = tensor.detach().cpu().resolve_conj().contiguous()
     if _is_foreign(tensor.dtype):
@@ -30,7 +29,7 @@ def to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
     return tensor.numpy().copy()
 
 
-def to_torch(array: Any) -> Tensor:
+def to_torch(array: jax.Array | np.ndarray) -> Tensor:
     """A copy of an array of any sharding, whole, in host memory. Waits for the array."""
     values = np.array(array)
     dtype = torch_dtype(array.dtype)

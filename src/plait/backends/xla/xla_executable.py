@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax import Array
 from torch import Tensor
 from torch.fx import Graph
 
@@ -26,9 +27,9 @@ class DeviceCopies:
 
     def __init__(self, shardings: MeshShardings) -> None:
         self._shardings = shardings
-        self._known: dict[str, tuple[Tensor, int, Any]] = {}
+        self._known: dict[str, tuple[Tensor, int, Array]] = {}
 
-    def array(self, name: str, tensor: Tensor) -> Any:
+    def array(self, name: str, tensor: Tensor) -> Array:
         """The array of a tensor, which has the name."""
         known = self._known.get(name)
         if known is None or known[0].data_ptr() != tensor.data_ptr() or known[1] != tensor._version:
@@ -40,7 +41,7 @@ class DeviceCopies:
         self._known.clear()
 
     @torch.no_grad()
-    def write_back(self, name: str, tensor: Tensor, array: Any) -> None:
+    def write_back(self, name: str, tensor: Tensor, array: Array) -> None:
         """Copy the values of an array to its tensor."""
         tensor.copy_(to_torch(array))
         self._known[name] = (tensor, tensor._version, array)
@@ -101,7 +102,7 @@ class XlaExecutable:
             None if scale is None else put(scale, self._shardings.whole),
         )
 
-    def _leaf(self, name: str, leaves: list[Mapping[str, Tensor]]) -> Any:
+    def _leaf(self, name: str, leaves: list[Mapping[str, Tensor]]) -> Array:
         """A leaf of the batch, of all microbatches."""
         dim = self.program.captured.row_dims.get(name)
         first = leaves[0][name]
@@ -110,10 +111,11 @@ class XlaExecutable:
         stacked = torch.stack([each[name] for each in leaves])
         return put(stacked, self._shardings.of_rows(tuple(first.shape), dim, lead=1))
 
-    def _seeds(self, key: int, num: int) -> Any:
+    def _seeds(self, key: int, num: int) -> Array:
         seeds = [seed_of(micro_key(key, index)) for index in range(num)]
         halves = np.array([(seed & 0xFFFFFFFF, seed >> 32) for seed in seeds], np.uint32)
-        return jax.device_put(halves, self._shardings.whole)
+        placed: Array = jax.device_put(halves, self._shardings.whole)
+        return placed
 
     def _result(self, found: Found, num: int) -> StepResult:
         loss, parts, aux = jax.device_get((found.loss, found.parts, found.aux))

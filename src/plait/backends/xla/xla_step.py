@@ -17,17 +17,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from jax import lax
+from jax import Array, lax
 from torch.fx import Graph
 
-from plait.backends.xla.element_update import StateArrays, UpdateOfKind, updated
+from plait.backends.xla.element_update import Numbers, StateArrays, UpdateOfKind, updated
 from plait.backends.xla.graph_function import GraphFunction, simplified
 from plait.backends.xla.lowerings.table import jax_dtype
-from plait.backends.xla.mesh_shardings import ParameterShardings
+from plait.backends.xla.mesh_shardings import Constrained, ParameterShardings
 from plait.compile.capture.captured import Captured
 from plait.compile.ir.calls import output_node
 
-Arrays = dict[str, Any]
+Arrays = dict[str, Array]
+Stepped = tuple[Arrays, StateArrays, Array | None, Array]  # parameters, state, norm, whether updated
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Inputs:
     buffers: Arrays
     constants: Arrays
     leaves: Arrays
-    seeds: Any
-    scale: Any = None
+    seeds: Array
+    scale: Array | None = None
 
 
 jax.tree_util.register_dataclass(Inputs, ["buffers", "constants", "leaves", "seeds", "scale"], [])
@@ -61,8 +62,8 @@ class Found:
     aux      outputs beside the loss by (kind, name), each with a leading dim of microbatches
     """
 
-    loss: Any
-    parts: Any
+    loss: Array
+    parts: tuple[Array, Array] | None
     buffers: Arrays
     aux: dict[str, Arrays]
 
@@ -97,7 +98,7 @@ class XlaStep:
     """
 
     def __init__(
-        self, captured: Captured, num_micro: int, placed: ParameterShardings, graph: tuple[Graph, Mapping[str, Any]]
+        self, captured: Captured, num_micro: int, placed: ParameterShardings, graph: tuple[Graph, Constrained]
     ) -> None:
         self.captured, self.num_micro, self._placed = captured, num_micro, placed
         self.graph = GraphFunction(simplified(graph[0]), graph[1])
@@ -107,13 +108,13 @@ class XlaStep:
             o.name: n.meta["val"].dtype for o, n in pairs if o.kind == "gradient"
         }
         self._changed = [o.name for o in captured.outputs if o.kind == "buffer"]
-        self._combined: dict[tuple[Any, Rules], Callable[..., Any]] = {}
+        self._combined: dict[tuple[tuple[UpdateOfKind, ...], Rules], Callable[..., Any]] = {}
         # (parameters, inputs) -> (Found, gradients)
         self.run: Callable[[Arrays, Inputs], tuple[Found, Arrays]] = jax.jit(self._run)
 
-    def _one(self, parameters: Arrays, inputs: Inputs, seed: Any) -> dict[str, Arrays]:
+    def _one(self, parameters: Arrays, inputs: Inputs, seed: Array) -> dict[str, Arrays]:
         """One microbatch. Returns its results by kind and name."""
-        given: Arrays = {}
+        given: dict[str, Array | None] = {}
         for one in self.captured.inputs:
             if one.kind == "parameter":
                 given[one.node] = parameters[one.name]
@@ -148,7 +149,9 @@ class XlaStep:
     def _scanned(self, parameters: Arrays, inputs: Inputs) -> tuple[Arrays, Arrays, dict[str, Arrays]]:
         kept = self._placed.kept
 
-        def step(carried: tuple[Arrays, Arrays], given: tuple[Arrays, Any]) -> tuple[Any, Any]:
+        def step(
+            carried: tuple[Arrays, Arrays], given: tuple[Arrays, Array]
+        ) -> tuple[tuple[Arrays, Arrays], dict[str, Arrays]]:
             sums, buffers = carried
             leaves, seed = given
             here = replace(inputs, buffers=inputs.buffers | buffers, leaves=leaves)
@@ -173,7 +176,7 @@ class XlaStep:
         key = (updates, rules)
         if key not in self._combined:
 
-            def run(trained: Arrays, others: Arrays, state: StateArrays, inputs: Inputs, numbers: Any) -> Any:
+            def run(trained: Arrays, others: Arrays, state: StateArrays, inputs: Inputs, numbers: Numbers) -> Any:
                 found, gradients = self._run(trained | others, inputs)
                 loss = found.loss if rules.guards_loss else None
                 return found, *_stepped(self._placed, updates, rules, trained, gradients, state, numbers, loss)
@@ -182,10 +185,10 @@ class XlaStep:
         return self._combined[key]
 
 
-def update_alone(placed: ParameterShardings, updates: tuple[UpdateOfKind, ...], rules: Rules) -> Callable[..., Any]:
+def update_alone(placed: ParameterShardings, updates: tuple[UpdateOfKind, ...], rules: Rules) -> Callable[..., Stepped]:
     """The update alone: (parameters, gradients, state, numbers) -> (parameters, state, norm, whether updated)."""
 
-    def run(parameters: Arrays, gradients: Arrays, state: StateArrays, numbers: Any) -> Any:
+    def run(parameters: Arrays, gradients: Arrays, state: StateArrays, numbers: Numbers) -> Stepped:
         return _stepped(placed, updates, rules, parameters, gradients, state, numbers, None)
 
     return jax.jit(run, donate_argnums=(0, 1, 2))
@@ -193,8 +196,8 @@ def update_alone(placed: ParameterShardings, updates: tuple[UpdateOfKind, ...], 
 
 def _stepped(
     placed: ParameterShardings, updates: Sequence[UpdateOfKind], rules: Rules, parameters: Arrays, gradients: Arrays,
-    state: StateArrays, numbers: Any, loss: Any,
-) -> tuple[Arrays, StateArrays, Any, Any]:  # fmt: skip
+    state: StateArrays, numbers: Numbers, loss: Array | None,
+) -> Stepped:  # fmt: skip
     norm = None
     finite = jnp.asarray(True) if loss is None else jnp.isfinite(loss)
     if rules.guards:
@@ -220,14 +223,16 @@ def _stepped(
     return held, state | new_state, norm, finite
 
 
-def _constrained(arrays: Arrays, shardings: Mapping[str, Any]) -> Arrays:
+def _constrained(arrays: Arrays, shardings: Constrained) -> Arrays:
     return {name: lax.with_sharding_constraint(array, shardings[name]) for name, array in arrays.items()}
 
 
 _OF_MICROBATCHES = ("loss", "sum", "weight", "aux", "aux_weight")
 
 
-def _joined(each: Mapping[str, Arrays], num: int, scale: Any) -> tuple[Any, Any, Any]:
+def _joined(
+    each: Mapping[str, Arrays], num: int, scale: Array | None
+) -> tuple[Array, tuple[Array, Array] | None, Array | None]:
     """The loss, its (sum, weight) if it has these, and the factor of the gradients' sums; as
     engine.step_results.joined."""
     (losses,) = each["loss"].values()
@@ -245,18 +250,18 @@ def _joined(each: Mapping[str, Arrays], num: int, scale: Any) -> tuple[Any, Any,
 
 
 @jax.jit
-def norm_of(gradients: Arrays) -> Any:
+def norm_of(gradients: Arrays) -> Array:
     """The 2-norm of all gradients together, in float64."""
     squares = [jnp.sum(jnp.square(_at_least_single(g))).astype(jnp.float64) for g in gradients.values()]
     return jnp.sqrt(functools.reduce(jnp.add, squares, jnp.zeros((), jnp.float64)))
 
 
-def _at_least_single(x: Any) -> Any:
+def _at_least_single(x: Array) -> Array:
     return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
 @functools.partial(jax.jit, donate_argnums=(0,))
-def scaled(gradients: Arrays, factor: Any) -> Arrays:
+def scaled(gradients: Arrays, factor: Array) -> Arrays:
     """The gradients times a factor."""
     return {name: g * factor.astype(g.dtype) for name, g in gradients.items()}
 

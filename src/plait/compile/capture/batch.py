@@ -40,7 +40,7 @@ def batch_tensors(batch: Any) -> list[Tensor]:
     return [leaf for _, leaf in _named_tensors(batch)]
 
 
-def is_container(value: Any) -> bool:
+def is_container(value: object) -> bool:
     """Whether a value is a tensor or a container of a batch's leaves, and neither another leaf nor a data loader."""
     return torch.is_tensor(value) or _children(value) is not None
 
@@ -335,7 +335,7 @@ def _children(batch: Any) -> list[tuple[Any, Any]] | None:
     return None if spec.is_leaf() else list(enumerate(leaves))
 
 
-def _join(name: str, key: Any) -> str:
+def _join(name: str, key: object) -> str:
     return f"{name}.{key}" if name else str(key)
 
 

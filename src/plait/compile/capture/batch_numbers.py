@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from plait.compile.capture.graph_recorder import GraphRecorder
@@ -115,7 +116,7 @@ class BatchNumbers:
         self._fake_mode = fake_mode
         self.asked = NumberAsked()
         self.fed: dict[str, Fed] = {}
-        self.nodes: dict[str, Any] = {}
+        self.nodes: dict[str, Node] = {}
         self._fakes: dict[str, Tensor] = {}
 
     def in_place_of(self, name: str, leaf: Any) -> Any:
@@ -204,12 +205,12 @@ class BatchNumber(LateNumber):
         args, kwargs = plain_numbers(both)
         return func(*args, **kwargs)
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *operands: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, ufunc: Any, method: str, *operands: object, **kwargs: Any) -> Any:
         if method == "__call__" and not kwargs and all(map(_is_number, operands)):
             return computed(ufunc, *operands)
         return getattr(ufunc, method)(*plain_numbers(operands), **kwargs)
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+    def __array__(self, dtype: Any = None, copy: object = None) -> Any:
         return np.asarray(self.plain(), dtype)
 
     def _with(self, other: Any, compute: Callable[[Any, Any], Any]) -> Any:
@@ -302,33 +303,33 @@ def plain_numbers(values: Any) -> Any:
     return map_aggregate(values, _plain)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, slice):
         return slice(_plain(value.start), _plain(value.stop), _plain(value.step))
     return value.plain() if isinstance(value, BatchNumber) else value
 
 
-def _python(value: Any) -> Any:
+def _python(value: object) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     """A key that decides the dtype of a number's tensor: its type, or the number itself if no dtype can hold it."""
     if type(value).__name__ not in _DTYPES or (type(value) is int and not -(2**63) <= value < 2**63):
         return repr(value)
     return type(value).__name__
 
 
-def _same(value: Any) -> Any:
+def _same(value: object) -> Any:
     return value
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, BatchNumber) or type(value) in (bool, int, float) or isinstance(value, np.number)
 
 
 def _operator(function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[BatchNumber, Any], Any]:
-    def both(one: Any, other: Any) -> Any:
+    def both(one: object, other: object) -> Any:
         return function(other, one) if swapped else function(one, other)
 
     def method(self: BatchNumber, other: Any) -> Any:

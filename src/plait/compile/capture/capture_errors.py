@@ -16,6 +16,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from plait.compile.ops import op_spec
@@ -40,7 +41,7 @@ _ALIKE = (
 
 
 def capture_error(
-    error: Exception, model: Any, loss_fn: Callable[..., Any], doing: str, in_expert_loop: bool = False
+    error: Exception, model: nn.Module, loss_fn: Callable[..., Any], doing: str, in_expert_loop: bool = False
 ) -> CaptureError:
     """A CaptureError for `error`, raised while `doing` something, with file, line and source of the user's code."""
     asked: tuple[str, int] | None = getattr(error, "place", None)
@@ -55,7 +56,7 @@ def capture_error(
     return found
 
 
-def users_line(model: Any, loss_fn: Callable[..., Any], error: BaseException) -> str:
+def users_line(model: nn.Module, loss_fn: Callable[..., Any], error: BaseException) -> str:
     """`file:line: "source"` of the user's code that raised the error, or else of the loss function."""
     place = _place(error.__traceback__, model) or _start(loss_fn)
     return "the model" if place is None else _text(place)
@@ -85,7 +86,7 @@ def source_line(frame: FrameType) -> str:
     return _text((at.f_code.co_filename, at.f_lineno))
 
 
-def _place(trace: TracebackType | None, model: Any) -> tuple[str, int] | None:
+def _place(trace: TracebackType | None, model: nn.Module) -> tuple[str, int] | None:
     """The innermost frame of the user's own code, or else of the library that the model comes from."""
     frames = [(os.path.abspath(f.filename), f.lineno or 0) for f in traceback.extract_tb(trace)]
     frames = [f for f in frames if not f[0].startswith((_TORCH, _PLAIT)) and os.path.exists(f[0])]
@@ -94,7 +95,7 @@ def _place(trace: TracebackType | None, model: Any) -> tuple[str, int] | None:
     return own[-1] if own else frames[-1] if frames else None
 
 
-def _home(model: Any) -> set[str]:
+def _home(model: nn.Module) -> set[str]:
     """The files that define the classes of the model's modules."""
     found = set()
     for kind in {type(module) for module in model.modules()}:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_aggregate, map_arg
+from torch.fx.node import Argument, map_aggregate, map_arg
 
 from plait.compile.capture.batch_numbers import Fed, NumberAsked
 from plait.compile.capture.fake_parameters import MadeBuffer
@@ -65,7 +65,7 @@ class Effect:
     """
 
     holder: Holder
-    key: Any
+    key: object
     before: Any
     now: Any
     derived: bool = False
@@ -157,7 +157,7 @@ def same_step(one: Captured, other: Captured) -> bool:
     return True
 
 
-def _plain(args: Any, numbers: dict[Node, int]) -> str:
+def _plain(args: Argument, numbers: dict[Node, int]) -> str:
     """Arguments with each node replaced by its number, as text, in which 1, 1.0 and True differ."""
     return repr(map_aggregate(args, lambda a: _Number(numbers[a]) if isinstance(a, Node) else a))  # type: ignore[arg-type,return-value]
 
@@ -174,7 +174,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def _form(value: Any) -> Any:
+def _form(value: object) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.dtype, value.shape, value.stride(), value.device

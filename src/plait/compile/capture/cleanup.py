@@ -6,7 +6,7 @@ that only views may live longer than before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import torch
@@ -129,7 +129,7 @@ def _shorter(node: Node) -> Node | None:
 
 def _share(graph: Graph) -> None:
     """Eliminate common subexpressions. Backward shares only views with forward, whose base lives that long anyway."""
-    seen: dict[Any, Node] = {}
+    seen: dict[Hashable, Node] = {}
 
     def earlier(node: Node) -> Node | None:
         if node.target is draw or _impure(node):
@@ -151,7 +151,7 @@ def _first(node: Node) -> Node:
     return first
 
 
-def _same(node: Node, other: Any) -> bool:
+def _same(node: Node, other: object) -> bool:
     one, two = node.meta["val"], other.meta["val"] if isinstance(other, Node) else None
     return (
         isinstance(one, Tensor)

@@ -15,7 +15,7 @@ select nothing, which is worked out for samples of the numbers that they are com
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -79,7 +79,7 @@ class _Running:
     last: Node
     nodes: dict[int, Node]
     state: LoopState
-    changed: dict[str, Any]
+    changed: dict[str, object]
     num_checks: int
     error: Exception
     own: set[Node] = field(default_factory=set)
@@ -112,7 +112,7 @@ class EmptyRounds:
         self._checks = checks
         self._left_out = left_out
         self._running: list[_Running] = []
-        self._implied: dict[Any, bool] = {}
+        self._implied: dict[Hashable, bool] = {}
         self._integers: dict[Node, bool] = {}
 
     def asks_for_rows(self, condition: Tensor, part: Part) -> bool:

@@ -326,7 +326,7 @@ class ExpertRound:
         self.owner.note_table(self.loop.tables[key], self.number, self.loop.goes_to(self.number))
         return OwnRow(self.loop.tables[key], self)
 
-    def place_in(self, index: Any, length: int) -> Any:
+    def place_in(self, index: object, length: int) -> Any:
         """An index beside those of rows, in a dim of this length. If it may be the number of the place, which Python
         knows, it is the place of each row."""
         may_be = type(index) is int and index == self.number and length == len(self.loop.places.keep)
@@ -454,7 +454,7 @@ class ExpertRound:
         if any(not self._may_become(None, now[name]) for name in made & read_behind(frame)):
             raise dynamic()
 
-    def _may_become(self, old: Any, new: Any) -> bool:
+    def _may_become(self, old: object, new: object) -> bool:
         if new is old or isinstance(new, (ExpertRows, OwnRow, LoopIndex, UnknownCount, Answer)):
             return True
         if isinstance(new, Tensor):

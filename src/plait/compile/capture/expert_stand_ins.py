@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,16 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from plait.compile.capture.masked_ops import give_operators
-from plait.compile.capture.masked_rows import HANDLERS, Owner, Selected, UnknownCount, dynamic, is_whole, same_rows
+from plait.compile.capture.masked_rows import (
+    HANDLERS,
+    Owner,
+    Selected,
+    TorchFunction,
+    UnknownCount,
+    dynamic,
+    is_whole,
+    same_rows,
+)
 from plait.compile.ops.experts import expert_addmm, expert_mm, expert_rows
 
 
@@ -65,7 +74,7 @@ class Round(Protocol):
     def reading(self, read: Callable[[], Tensor]) -> tuple[Tensor, list[Node]]:
         """A value, and the calls that compute it."""
 
-    def place_in(self, index: Any, length: int) -> Any:
+    def place_in(self, index: object, length: int) -> Any:
         """An index beside those of rows, in a dim of this length. If it may be the number of the place, which Python
         knows, it is the place of each row."""
 
@@ -98,7 +107,7 @@ class OwnRow:
             raise AttributeError(name)
         return lambda *args, **kwargs: OwnRow.__torch_function__(method, (), (self, *args), kwargs)
 
-    def _unknown(self, *others: Any) -> Any:
+    def _unknown(self, *others: object) -> NoReturn:
         raise dynamic()
 
     __bool__ = __len__ = __iter__ = _unknown
@@ -194,7 +203,7 @@ class LoopIndex:
         self._body = body
         self._ndim = ndim
 
-    def __getitem__(self, index: Any) -> LoopIndex:
+    def __getitem__(self, index: object) -> LoopIndex:
         if self._ndim != 1 or index not in (0, -1):
             raise dynamic()
         return LoopIndex(self._body, 0)
@@ -214,7 +223,7 @@ class LoopIndex:
 
     __hash__ = object.__hash__
 
-    def _unknown(self, *others: Any) -> Any:
+    def _unknown(self, *others: object) -> NoReturn:
         raise dynamic()
 
     def _number(self) -> int:
@@ -255,7 +264,7 @@ give_operators(OwnRow)
 # ---- torch functions ----
 
 
-def _call(func: Any, args: Any, kwargs: Any) -> Any:
+def _call(func: TorchFunction, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", "").strip("_")
     rows = _rows_in(args, kwargs)
     if any(one.body.is_over for one in rows):
@@ -304,7 +313,7 @@ def _rows_in(*values: Any) -> list[ExpertRows]:
 def _with_tables(values: Any, body: Round) -> Any:
     """The arguments, with the table of all experts for a parameter of one."""
 
-    def table_of(value: Any) -> Any:
+    def table_of(value: object) -> Any:
         return body.table_of(value) if is_whole(value) else value
 
     return map_aggregate(values, table_of)
@@ -321,7 +330,7 @@ def _looked_up(own: OwnRow, ndim: int) -> ExpertRows:
     return ExpertRows(rows.reshape(len(rows), *(1,) * (ndim - rows.ndim), *rows.shape[1:]), own.body)
 
 
-def _where(condition: Any, *others: Any, **kwargs: Any) -> Any:
+def _where(condition: object, *others: object, **kwargs: Any) -> Any:
     """torch.where of the mask of a place."""
     if others or kwargs:
         return _call_handler(torch.where, "where", (condition, *others), kwargs)
@@ -330,13 +339,13 @@ def _where(condition: Any, *others: Any, **kwargs: Any) -> Any:
     return condition.body.rows(condition.table)
 
 
-def _nonzero(condition: Any, as_tuple: bool = False) -> Any:
+def _nonzero(condition: object, as_tuple: bool = False) -> Any:
     if not isinstance(condition, OwnRow) or not as_tuple:
         raise dynamic()
     return condition.body.rows(condition.table)
 
 
-def _call_handler(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _call_handler(func: TorchFunction, name: str, args: Any, kwargs: Any) -> Any:
     rows = _rows_in(args, kwargs)
     if not rows:
         raise dynamic()
@@ -344,7 +353,7 @@ def _call_handler(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return HANDLERS[name](func, *_with_rows(args, ndim), **_with_rows(kwargs, ndim))
 
 
-def _on_table(func: Any, own: OwnRow, *args: Any, **kwargs: Any) -> OwnRow:
+def _on_table(func: TorchFunction, own: OwnRow, *args: Any, **kwargs: Any) -> OwnRow:
     """What is done to each element by itself."""
     if any(isinstance(one, (Tensor, OwnRow)) for one in (*args, *kwargs.values())):
         raise dynamic()
@@ -355,21 +364,21 @@ def _transposed(own: OwnRow, one: int = 0, two: int = 1) -> OwnRow:
     return OwnRow(own.table.transpose(one % own.ndim + 1, two % own.ndim + 1), own.body)
 
 
-def _squeezed(func: Any, own: OwnRow, dim: int) -> OwnRow:
+def _squeezed(func: TorchFunction, own: OwnRow, dim: int) -> OwnRow:
     return OwnRow(own.table.squeeze(dim % own.ndim + 1), own.body)
 
 
-def _table_pieces(func: Any, own: OwnRow, size: Any, dim: int = 0) -> tuple[OwnRow, ...]:
+def _table_pieces(func: TorchFunction, own: OwnRow, size: object, dim: int = 0) -> tuple[OwnRow, ...]:
     return tuple(OwnRow(part, own.body) for part in func(own.table, size, dim % own.ndim + 1))
 
 
-def _matmul(x: Any, weight: Any) -> ExpertRows:
+def _matmul(x: object, weight: Any) -> ExpertRows:
     rows = _rows_of_product(x, weight)
     values, table = _as_autocast([rows.values, weight.table])
     return rows.like(expert_mm(values, table, rows.body.ids))
 
 
-def _rows_of_product(x: Any, weight: Any) -> ExpertRows:
+def _rows_of_product(x: object, weight: object) -> ExpertRows:
     """The rows `x`. Raises unless they are multiplied with the matrices of their own experts."""
     if not isinstance(x, ExpertRows) or not isinstance(weight, OwnRow) or x.ndim != 2 or weight.ndim != 2:
         raise dynamic()
@@ -378,13 +387,13 @@ def _rows_of_product(x: Any, weight: Any) -> ExpertRows:
     return x
 
 
-def _linear(x: Any, weight: Any, bias: Any = None) -> ExpertRows:
+def _linear(x: object, weight: object, bias: object = None) -> ExpertRows:
     if not isinstance(weight, OwnRow):
         raise dynamic()
     return _matmul(x, _transposed(weight)) if bias is None else _addmm(bias, x, _transposed(weight))
 
 
-def _addmm(bias: Any, x: Any, weight: Any) -> ExpertRows:
+def _addmm(bias: object, x: object, weight: Any) -> ExpertRows:
     """A product with a bias, which is added before the sum is rounded."""
     rows = _rows_of_product(x, weight)
     num, _, width = weight.table.shape
@@ -398,15 +407,19 @@ def _addmm(bias: Any, x: Any, weight: Any) -> ExpertRows:
     return rows.like(expert_addmm(table, values, weights, rows.body.ids))
 
 
-def _layer_norm(func: Any, x: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> ExpertRows:
+def _layer_norm(
+    func: TorchFunction, x: object, shape: object, weight: object = None, bias: object = None, eps: float = 1e-5
+) -> ExpertRows:
     return _norm(lambda rows: func(rows, shape, None, None, eps), x, weight, bias)
 
 
-def _rms_norm(func: Any, x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> ExpertRows:
+def _rms_norm(
+    func: TorchFunction, x: object, shape: object, weight: object = None, eps: float | None = None
+) -> ExpertRows:
     return _norm(lambda rows: func(rows, shape, None, eps), x, weight, None)
 
 
-def _norm(compute: Callable[[Tensor], Tensor], x: Any, weight: Any, bias: Any) -> ExpertRows:
+def _norm(compute: Callable[[Tensor], Tensor], x: object, weight: Any, bias: Any) -> ExpertRows:
     """A norm of the last dims of rows, scaled and shifted by the experts of rows; half precision is rounded once."""
     if not isinstance(x, ExpertRows):
         raise dynamic()
@@ -427,7 +440,7 @@ def _as_autocast(tensors: list[Tensor]) -> list[Tensor]:
     return [t.to(dtype) if t.dtype.is_floating_point and t.dtype != torch.float64 else t for t in tensors]
 
 
-def _index_add(func: Any, x: Any, dim: int, index: Any, source: Any, *, alpha: float = 1) -> Tensor:
+def _index_add(func: TorchFunction, x: object, dim: int, index: object, source: object, *, alpha: float = 1) -> Tensor:
     if not is_whole(x) or dim != 0 or not isinstance(index, ExpertRows) or not isinstance(source, ExpertRows):
         raise dynamic()
     same_rows([index, source])
@@ -435,13 +448,13 @@ def _index_add(func: Any, x: Any, dim: int, index: Any, source: Any, *, alpha: f
     return index.body.adding(x, index.values, terms, alpha, lambda: func(x, 0, index.values, terms, alpha=alpha))
 
 
-def _numel(x: Any) -> UnknownCount:
+def _numel(x: object) -> UnknownCount:
     if not isinstance(x, ExpertRows) or math.prod(x.values.shape[1:]) == 0:
         raise dynamic()
     return UnknownCount(x.owner, x.body)
 
 
-def _listed(x: Any) -> ExpertRows:
+def _listed(x: object) -> ExpertRows:
     """Indices as a list, which index as they do."""
     if not isinstance(x, ExpertRows) or x.dim is None:
         raise dynamic()

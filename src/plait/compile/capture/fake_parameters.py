@@ -159,7 +159,7 @@ def fake_parameters(
             module.__dict__["training"] = mode
 
 
-def _put_back(own: dict[str, Any], content: dict[str, Any]) -> None:
+def _put_back(own: dict[str, object], content: dict[str, object]) -> None:
     if list(own) != list(content):
         own.clear()
     own.update(content)

@@ -11,14 +11,15 @@ import bisect
 import functools
 import operator
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
-from torch.fx.node import map_aggregate
+from torch.fx.node import Target, map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from plait.compile.capture.capture_errors import COLLECTIVES, communicates, source_line, users_frame
@@ -28,6 +29,7 @@ from plait.compile.ir.calls import append_call
 from plait.compile.ir.node_info import NodeInfo, describe
 from plait.compile.ir.shapes import ShapeMemo, fake_of, spec_of, view_on_meta
 from plait.compile.ops import op_spec
+from plait.compile.ops.base import Args, Kwargs
 from plait.compile.ops.draw import draw
 from plait.compile.ops.random import check_random
 from plait.errors import CaptureError
@@ -74,7 +76,7 @@ class GraphRecorder(TorchDispatchMode):
         self.outside: NodeLookup | None = None  # the tensors that are neither parameters, buffers nor the batch's
         self._fake_mode = fake_mode
         self._memo = ShapeMemo()
-        self._values: dict[Any, FakeTensor] = {}  # the `val` of nodes, by shape, strides and dtype
+        self._values: dict[Hashable, FakeTensor] = {}  # the `val` of nodes, by shape, strides and dtype
         self._draws = 0
         self.nodes: dict[int, Node] = {}
         self._kept: list[Tensor] = []  # ids stay unique while the tensors live
@@ -87,7 +89,7 @@ class GraphRecorder(TorchDispatchMode):
 
     # what the driver calls
 
-    def placeholder(self, name: str, value: Any) -> Node:
+    def placeholder(self, name: str, value: object) -> Node:
         """Add an input. Placeholders come in the order of the calls, before all other nodes."""
         first = self._head.next if self._head is not None else next(iter(self.graph.nodes), None)
         with self.graph.inserting_before(first) if first is not None else self.graph.inserting_before():
@@ -143,7 +145,7 @@ class GraphRecorder(TorchDispatchMode):
         i = bisect.bisect_right(self._numbers, number)
         return self._places[min(i, len(self._places) - 1)]
 
-    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Node:
+    def call(self, target: Target, args: Args, kwargs: Kwargs, value: object) -> Node:
         """Append a call on nodes and constants whose result is `value`."""
         node = append_call(self.graph, target, args, kwargs)
         self._describe(node, value)
@@ -156,7 +158,7 @@ class GraphRecorder(TorchDispatchMode):
         self._describe(self.graph.output(nodes), tuple(values))
 
     def draw(
-        self, shape: Any, dtype: torch.dtype, device: torch.device, kind: str, params: tuple[float, ...]
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, kind: str, params: tuple[float, ...]
     ) -> Tensor:
         """Record random numbers as a call of `draw`; see ops/random.py. Raises CaptureError in the backward pass."""
         if self.phase == "backward":
@@ -187,7 +189,7 @@ class GraphRecorder(TorchDispatchMode):
         with torch._C.DisableTorchFunction():  # torch.vmap calls ops with the modes of functions in place
             return self._dispatch(func, args, kwargs)
 
-    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _dispatch(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         kwargs = kwargs or {}
         row = op_spec(func)
         if row.random is not None:
@@ -227,7 +229,7 @@ class GraphRecorder(TorchDispatchMode):
         self._record(func, args, kwargs, result)
         return result
 
-    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _record(self, func: OpOverload, args: Args, kwargs: Kwargs, result: Any) -> None:
         several = isinstance(result, (tuple, list))
         if not several and not isinstance(result, Tensor):
             return
@@ -241,7 +243,7 @@ class GraphRecorder(TorchDispatchMode):
             if isinstance(part, Tensor):
                 self.bind(part, self.call(operator.getitem, (node, i), {}, part), group)
 
-    def _viewed(self, func: Any, args: Any) -> int | None:
+    def _viewed(self, func: OpOverload, args: Args) -> int | None:
         """The group of the results of a view op; None for other ops."""
         returns = func._schema.returns
         if not returns or returns[0].alias_info is None:
@@ -251,7 +253,7 @@ class GraphRecorder(TorchDispatchMode):
                 return self._group_of[id(value)]
         return None
 
-    def _mutate(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _mutate(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         written = [
             value
             for position, argument in enumerate(func._schema.arguments)
@@ -300,7 +302,7 @@ class GraphRecorder(TorchDispatchMode):
         value = aten._to_copy.default(source, dtype=target.dtype, device=target.device)
         return value.expand(target.shape) if value.shape != target.shape else value  # type: ignore[no-any-return]
 
-    def _as_it_is(self, func: Any, args: Any, kwargs: Any, groups: Collection[int]) -> Any:
+    def _as_it_is(self, func: OpOverload, args: Args, kwargs: Kwargs, groups: Collection[int]) -> Any:
         self.mutating = True
         changed = {self.nodes[id(peer)] for group in groups for peer in self._groups[group]}
         node_args, node_kwargs = map_aggregate((args, kwargs), self._node)
@@ -315,10 +317,10 @@ class GraphRecorder(TorchDispatchMode):
                 self.bind(part, at)
         return result
 
-    def _node(self, value: Any) -> Any:
+    def _node(self, value: object) -> Any:
         return self.node_of(value) if isinstance(value, Tensor) else value
 
-    def _lift(self, value: Any) -> Any:
+    def _lift(self, value: object) -> Any:
         """Make an input or a constant of a real tensor that the model's code holds."""
         if not isinstance(value, Tensor) or id(value) in self.nodes:
             return value
@@ -361,7 +363,7 @@ class GraphRecorder(TorchDispatchMode):
             self._numbers.append(torch._C._autograd._get_sequence_nr())
             self._places.append(position)
 
-    def _copy(self, value: Any) -> Any:
+    def _copy(self, value: object) -> Any:
         """A fake tensor like `value`, which itself may keep autograd's graph alive, or change in place."""
         if not isinstance(value, Tensor):
             return value
@@ -372,7 +374,7 @@ class GraphRecorder(TorchDispatchMode):
 
 
 @functools.cache
-def _composite(func: Any) -> bool:
+def _composite(func: OpOverload) -> bool:
     """Whether an op is only a composition of simpler ones.
 
     An op with a rule is not: it has kernels too, which round once (the backward of SiLU and of Mish).
@@ -383,7 +385,7 @@ def _composite(func: Any) -> bool:
 
 
 @functools.cache
-def _functional_form(func: Any) -> Any:
+def _functional_form(func: OpOverload) -> OpOverload | None:
     """aten.add.Tensor for aten.add_.Tensor; None if there is no functional form."""
     namespace, _, name = func._schema.name.partition("::")
     if namespace != "aten" or not name.endswith("_") or name.startswith("__"):
@@ -395,11 +397,11 @@ def _functional_form(func: Any) -> Any:
     return next((one for one in found if _types(one) == takes), None)
 
 
-def _types(func: Any) -> list[str]:
+def _types(func: OpOverload) -> list[str]:
     return [str(argument.type) for argument in func._schema.arguments]
 
 
-def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+def _geometry(tensor: Tensor) -> tuple[Hashable, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 

@@ -13,11 +13,12 @@ import math
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -73,7 +74,7 @@ class LateValues(TorchFunctionMode):
         self._open = True
         self.parts: PartsLeftOut | None = None
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         self._open = False
 
@@ -179,7 +180,7 @@ class LateValues(TorchFunctionMode):
                 raise
             return self.number(tensor.detach().reshape(()))
 
-    def _printed(self, func: Any, args: tuple[Any, ...]) -> Any:
+    def _printed(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """`f"{loss:.3f}"`, `"%.3f" % loss`."""
         tensor = args[0]
         if not isinstance(tensor, FakeTensor):
@@ -195,7 +196,7 @@ class LateValues(TorchFunctionMode):
             self._shown[source_line(frame)] = None
             return _IN_PRINT.get(func, math.nan)
 
-    def _array(self, tensor: Tensor) -> Any:
+    def _array(self, tensor: Tensor) -> np.ndarray | LateArray:
         known = self._known(tensor, False)
         if known is not None:
             with _disable_current_modes():
@@ -207,9 +208,9 @@ class LateValues(TorchFunctionMode):
 
 
 _PRINTED = frozenset({Tensor.__float__, Tensor.__int__, Tensor.__format__, Tensor.tolist})
-_IN_PRINT: dict[Any, Any] = {Tensor.__int__: 0, Tensor.tolist: UNKNOWN}
+_IN_PRINT: dict[Hashable, object] = {Tensor.__int__: 0, Tensor.tolist: UNKNOWN}
 _ALL = {torch._is_all_true: torch.all, torch._is_any_true: torch.any}  # in argument checks of distributions
-_BY_OTHERS: dict[Any, Callable[..., Any]] = {
+_BY_OTHERS: dict[Hashable, Callable[..., Any]] = {
     F.ctc_loss: with_lengths,
     torch.ctc_loss: with_lengths,
     F.embedding_bag: by_lookup,
@@ -279,7 +280,7 @@ class LateNumber:
         for source in self._sources:
             source._mark()
 
-    def _with(self, other: Any, compute: Callable[[Any, Any], Any]) -> Any:
+    def _with(self, other: object, compute: Callable[[Any, Any], Any]) -> Any:
         if isinstance(other, Tensor):
             return compute(self._beside([other]), other)
         sources = (self, other) if isinstance(other, LateNumber) else (self,)
@@ -318,33 +319,33 @@ class LateNumber:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __neg__(self) -> Any:
+    def __neg__(self) -> LateNumber:
         return self._owner.number(-self._tensor, self)
 
-    def __pos__(self) -> Any:
+    def __pos__(self) -> LateNumber:
         return self
 
-    def __abs__(self) -> Any:
+    def __abs__(self) -> LateNumber:
         return self._owner.number(self._tensor.abs(), self)
 
-    def __round__(self, digits: int | None = None) -> Any:
+    def __round__(self, digits: int | None = None) -> LateNumber:
         if not self._floating:
             return self
         if digits is None:
             return self._owner.number(self._tensor.round().long(), self)
         return self._owner.number(self._tensor.round(decimals=digits), self)
 
-    def item(self) -> Any:
+    def item(self) -> LateNumber:
         """Returns itself, as a numpy number does."""
         return self
 
 
-def _python_divide(a: Any, b: Any) -> Any:
+def _python_divide(a: object, b: object) -> Any:
     return operator.truediv(a.double() if isinstance(a, Tensor) and not a.dtype.is_floating_point else a, b)
 
 
 def _operator(compute: Callable[[Any, Any], Any], swapped: bool) -> Callable[[LateNumber, Any], Any]:
-    def method(self: LateNumber, other: Any) -> Any:
+    def method(self: LateNumber, other: object) -> Any:
         return self._with(other, (lambda a, b: compute(b, a)) if swapped else compute)
 
     return method
@@ -380,7 +381,7 @@ class LateArray:
             raise AttributeError(name)
         raise _needed()
 
-    def _number(self, *others: Any) -> Any:
+    def _number(self, *others: object) -> NoReturn:
         raise _needed()
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _number
@@ -398,13 +399,13 @@ def _needed() -> DataDependentOutputException:
     return DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
 
 
-def _holds_late(value: Any) -> bool:
+def _holds_late(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_holds_late(v) for v in value)
     return isinstance(value, LateNumber)
 
 
-def _built(value: Any, kwargs: dict[str, Any]) -> Tensor:
+def _built(value: object, kwargs: dict[str, Any]) -> Tensor:
     """torch.tensor of a nesting of late numbers."""
     if isinstance(value, (list, tuple)):
         return torch.stack([_built(v, kwargs) for v in value])

@@ -82,11 +82,11 @@ class Totals:
         self._now[number] = found
         self._number[id(found)] = number
 
-    def is_one(self, x: Any) -> bool:
+    def is_one(self, x: object) -> bool:
         """Whether `x` is a total as it is now."""
         return id(x) in self._number and self._now[self._number[id(x)]] is x
 
-    def was_one(self, x: Any) -> bool:
+    def was_one(self, x: object) -> bool:
         """Whether `x` is a total before rows were added to it."""
         return id(x) in self._number and not self.is_one(x)
 

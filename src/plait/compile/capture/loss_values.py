@@ -113,7 +113,7 @@ class Loss:
         return self.total, 1.0 if self.weight is None else self.weight
 
 
-def read_loss(value: Any, rows: int) -> Loss:
+def read_loss(value: object, rows: int) -> Loss:
     """Read what a loss function returned for a batch of `rows`. Raises LossError for anything but the FORMS."""
     outputs: Outputs | None = None
     if isinstance(value, (tuple, list)) and not isinstance(value, Weighted):
@@ -157,7 +157,7 @@ def results(outputs: Outputs) -> dict[str, Tensor]:
     return {name: part.result() for name, part in outputs.items()}
 
 
-def loss_and_aux(result: Any) -> tuple[Any, dict[str, Tensor]]:
+def loss_and_aux(result: object) -> tuple[Any, dict[str, Tensor]]:
     """Split what Trainer.step or evaluate returned into the loss and its outputs, {} if there are none."""
     return result if isinstance(result, tuple) else (result, {})
 
@@ -195,7 +195,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_complex else torch.promote_types(dtype, torch.float32)
 
 
-def _output(name: Any, value: Any, rows: int) -> LossPart:
+def _output(name: object, value: object, rows: int) -> LossPart:
     what = f"the output {name!r} beside the loss"
     if isinstance(value, Weighted):
         total = _tensor(value.sum, f"the sum of {what}")
@@ -225,13 +225,13 @@ def _output(name: Any, value: Any, rows: int) -> LossPart:
     return LossPart("mean", value, float(rows))
 
 
-def _name(name: Any) -> str:
+def _name(name: object) -> str:
     if not isinstance(name, str):
         raise LossError(f"an output beside the loss is called {name!r}; give it a string for a name")
     return name
 
 
-def _weight(weight: Any, total: Tensor, what: str, scalar: bool = True) -> Tensor:
+def _weight(weight: object, total: Tensor, what: str, scalar: bool = True) -> Tensor:
     if isinstance(weight, LateNumber):
         weight = weight.tensor()
     if isinstance(weight, (int, float)):
@@ -239,13 +239,13 @@ def _weight(weight: Any, total: Tensor, what: str, scalar: bool = True) -> Tenso
     return _scalar(weight, what, floating=False) if scalar else _tensor(weight, what)
 
 
-def _tensor(value: Any, what: str) -> Tensor:
+def _tensor(value: object, what: str) -> Tensor:
     if not is_whole(value):
         raise LossError(f"{what} is a {_type(value)}, not a tensor; {FORMS}")
     return value
 
 
-def _scalar(value: Any, what: str, floating: bool = True) -> Tensor:
+def _scalar(value: object, what: str, floating: bool = True) -> Tensor:
     found = _tensor(value, what)
     if found.numel() != 1:
         raise LossError(f"{what} has shape {list(found.shape)}, not one element; {FORMS}")
@@ -254,7 +254,7 @@ def _scalar(value: Any, what: str, floating: bool = True) -> Tensor:
     return found.reshape(()) if found.ndim else found
 
 
-def _type(value: Any) -> str:
+def _type(value: object) -> str:
     if is_whole(value):
         return "Tensor"
     if isinstance(value, LateNumber):

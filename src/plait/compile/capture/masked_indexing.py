@@ -82,7 +82,7 @@ class Selections(TorchFunctionMode):
         self._loop = loop = ExpertLoop(places, self._recorder, self._modules)
         return loop.run(sys._getframe(2), self._left)
 
-    def adding(self, x: Tensor, keep: Tensor, add: Callable[[], Any]) -> Any:
+    def adding(self, x: Tensor, keep: Tensor, add: Callable[[], object]) -> Any:
         """Add rows that a mask selects to a value, with `add`, which returns the value or None."""
         last, was = last_call(self._recorder), self._recorder.node_of(x)
         found = add()
@@ -166,7 +166,7 @@ class Selections(TorchFunctionMode):
         found[known] = source.reshape(-1)[: len(known[0])]
         return found
 
-    def _with_known_masks(self, index: Any, value: Any = None) -> Any:
+    def _with_known_masks(self, index: object, value: object = None) -> Any:
         """An index with the places that masks select in place of masks whose values are known now. The index itself if
         there are none, or if the rows that the first one selects are no tensor of another shape."""
         each = index if isinstance(index, tuple) else (index,)
@@ -177,7 +177,7 @@ class Selections(TorchFunctionMode):
         pairs = zip(each, places, strict=True)
         return tuple(value for one, known in pairs for value in ((one,) if known is None else known))
 
-    def _known_places(self, mask: Any, of_buffers: bool = True) -> tuple[Tensor, ...] | None:
+    def _known_places(self, mask: object, of_buffers: bool = True) -> tuple[Tensor, ...] | None:
         """The places that a mask selects, a tensor for each dim, if it is computed from constants, buffers and tensors
         that are neither parameters nor the batch's. With others of the last a later step is captured anew, and that
         buffers have these values is checked when the step runs."""
@@ -227,7 +227,7 @@ class Selections(TorchFunctionMode):
             raise dynamic()
         return rows_of(each, lambda *values: x[tuple(values)])
 
-    def _set_item(self, x: Any, index: Any, value: Any) -> Any:
+    def _set_item(self, x: Any, index: Any, value: object) -> Any:
         if isinstance(value, ExpertRows):
             rows = self._unrolled_rows(index) if _is_mask(index) else None
             return value.write(x, index if rows is None else rows if value.source is None else value.source[1])
@@ -323,7 +323,7 @@ def _sources(node: Node) -> list[Node]:
     return queue
 
 
-def _is_fake(value: Any) -> bool:
+def _is_fake(value: object) -> bool:
     return isinstance(value, FakeTensor)
 
 

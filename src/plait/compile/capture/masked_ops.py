@@ -14,6 +14,7 @@ from plait.compile.capture.late_values import LateNumber
 from plait.compile.capture.masked_rows import (
     HANDLERS,
     Selected,
+    TorchFunction,
     UnknownCount,
     dynamic,
     is_whole,
@@ -27,12 +28,12 @@ _IGNORED = -100  # the class that cross_entropy and nll_loss ignore by default
 # ---- what works on each row by itself ----
 
 
-def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Selected:
+def _pointwise(func: TorchFunction, *args: Any, **kwargs: Any) -> Selected:
     """Each element by itself; tensors among the arguments must not vary along the selection's rows."""
     first = same_rows((args, kwargs))[0]
     ndim = max(one.ndim for one in same_rows((args, kwargs)))
 
-    def along(v: Any) -> Any:
+    def along(v: object) -> Any:
         if is_whole(v) and not (v.ndim < ndim or (v.ndim == ndim and v.shape[0] == 1)):
             raise dynamic()
         if isinstance(v, Selected) and v.ndim != ndim:
@@ -43,7 +44,7 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Selected:
     return first.like(func(*args, **kwargs))
 
 
-def _by_row(func: Any, x: Any, *args: Any, **kwargs: Any) -> Selected:
+def _by_row(func: TorchFunction, x: object, *args: Any, **kwargs: Any) -> Selected:
     """Rows of `x` by themselves, with other tensors that have no rows (weights)."""
     if not isinstance(x, Selected) or len(same_rows((args, kwargs))):
         raise dynamic()
@@ -52,7 +53,7 @@ def _by_row(func: Any, x: Any, *args: Any, **kwargs: Any) -> Selected:
     return x.like(func(x.values, *args, **kwargs))
 
 
-def _matmul(func: Any, x: Any, other: Any) -> Selected:
+def _matmul(func: TorchFunction, x: object, other: Any) -> Selected:
     if not isinstance(x, Selected) or isinstance(other, Selected) or x.ndim != 2 or other.ndim > 2:
         raise dynamic()
     return x.like(torch.matmul(x.values, other))
@@ -61,7 +62,7 @@ def _matmul(func: Any, x: Any, other: Any) -> Selected:
 def _norm_over(position: int) -> Callable[..., Selected]:
     """layer_norm, rms_norm: the last dims, whose shape is an argument."""
 
-    def handler(func: Any, x: Any, shape: Any, *args: Any, **kwargs: Any) -> Selected:
+    def handler(func: TorchFunction, x: object, shape: Any, *args: Any, **kwargs: Any) -> Selected:
         if not isinstance(x, Selected) or len(shape) >= x.ndim:
             raise dynamic()
         return x.like(func(x.values, shape, *args, **kwargs))
@@ -69,13 +70,15 @@ def _norm_over(position: int) -> Callable[..., Selected]:
     return handler
 
 
-def _embedding(func: Any, index: Any, weight: Any, *args: Any, **kwargs: Any) -> Selected:
+def _embedding(func: TorchFunction, index: object, weight: object, *args: Any, **kwargs: Any) -> Selected:
     if not isinstance(index, Selected) or isinstance(weight, Selected):
         raise dynamic()
     return index.like(func(index.values, weight, *args, **kwargs))
 
 
-def _dropout(func: Any, x: Selected, p: float = 0.5, training: bool = True, inplace: bool = False) -> Selected:
+def _dropout(
+    func: TorchFunction, x: Selected, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Selected:
     if training and p:
         raise dynamic(
             "dropout draws as many numbers as there are rows; apply it to all rows, before they are selected or after"
@@ -84,11 +87,11 @@ def _dropout(func: Any, x: Selected, p: float = 0.5, training: bool = True, inpl
     return x
 
 
-def _dims(x: Selected, dim: Any) -> set[int]:
+def _dims(x: Selected, dim: object) -> set[int]:
     return {d % x.ndim for d in (dim if isinstance(dim, (tuple, list)) else (dim,))}
 
 
-def _along_dim(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _along_dim(func: TorchFunction, x: object, *args: Any, **kwargs: Any) -> Any:
     """softmax(dim), sort(dim), unsqueeze(dim)...: along another dim than the rows."""
     dim = kwargs["dim"] if "dim" in kwargs else args[0] if args else None
     if not isinstance(x, Selected) or not isinstance(dim, int) or 0 in _dims(x, dim):
@@ -106,33 +109,35 @@ def _wrapped(x: Selected, found: Any) -> Any:
     return type(found)([x.like(part) for part in found])
 
 
-def _normalize(func: Any, x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None) -> Selected:
+def _normalize(
+    func: TorchFunction, x: object, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: object = None
+) -> Selected:
     if not isinstance(x, Selected) or 0 in _dims(x, dim) or out is not None:
         raise dynamic()
     return x.like(func(x.values, p, dim, eps))
 
 
-def _unsqueeze(func: Any, x: Selected, dim: int) -> Selected:
+def _unsqueeze(func: TorchFunction, x: Selected, dim: int) -> Selected:
     if dim == 0 or dim == -x.ndim - 1:
         raise dynamic()
     return x.reshaped(x.values.unsqueeze(dim))
 
 
-def _squeeze(func: Any, x: Selected, dim: Any = None) -> Selected:
+def _squeeze(func: TorchFunction, x: Selected, dim: object = None) -> Selected:
     dims = [d for d in range(1, x.ndim) if x.values.shape[d] == 1] if dim is None else sorted(_dims(x, dim))
     if 0 in dims:
         raise dynamic()
     return x.reshaped(x.values.squeeze(tuple(dims)))
 
 
-def _pieces(func: Any, x: Selected, size: Any, dim: int = 0) -> tuple[Selected, ...]:
+def _pieces(func: TorchFunction, x: Selected, size: object, dim: int = 0) -> tuple[Selected, ...]:
     """split and chunk along another dim than the rows."""
     if not isinstance(x, Selected) or 0 in _dims(x, dim):
         raise dynamic()
     return tuple(x.like(part) for part in func(x.values, size, dim))
 
 
-def _flatten(func: Any, x: Selected, start_dim: int = 0, end_dim: int = -1) -> Selected:
+def _flatten(func: TorchFunction, x: Selected, start_dim: int = 0, end_dim: int = -1) -> Selected:
     if x.ndim == 1:
         return x
     if start_dim % x.ndim == 0 and math.prod(x.values.shape[1:]) != 1:
@@ -140,7 +145,7 @@ def _flatten(func: Any, x: Selected, start_dim: int = 0, end_dim: int = -1) -> S
     return x.reshaped(x.values.flatten(start_dim, end_dim))
 
 
-def _view(func: Any, x: Selected, *shape: Any) -> Selected:
+def _view(func: TorchFunction, x: Selected, *shape: Any) -> Selected:
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
     rows, rest = sizes[0], sizes[1:]
     row = math.prod(x.values.shape[1:])
@@ -152,13 +157,13 @@ def _view(func: Any, x: Selected, *shape: Any) -> Selected:
     return x.reshaped(x.values.reshape(len(x.values), *rest))
 
 
-def _transpose(func: Any, x: Selected, one: int, two: int) -> Selected:
+def _transpose(func: TorchFunction, x: Selected, one: int, two: int) -> Selected:
     if 0 in _dims(x, (one, two)):
         raise dynamic()
     return x.like(x.values.transpose(one, two))
 
 
-def _joined(func: Any, parts: Sequence[Any], dim: int = 0) -> Selected:
+def _joined(func: TorchFunction, parts: Sequence[Any], dim: int = 0) -> Selected:
     """stack and cat of values of the same rows; cat of rows after rows."""
     found = [p for p in parts if isinstance(p, Selected)]
     if func is torch.stack:
@@ -176,7 +181,7 @@ def _joined(func: Any, parts: Sequence[Any], dim: int = 0) -> Selected:
     return Selected(torch.cat(plain(list(parts))), found[0].owner.mask(keep), found[0].owner)
 
 
-def _get(func: Any, x: Any, index: Any) -> Any:
+def _get(func: TorchFunction, x: object, index: Any) -> Any:
     if not isinstance(x, Selected):
         raise dynamic()
     if isinstance(index, Selected):
@@ -197,7 +202,7 @@ def _get(func: Any, x: Any, index: Any) -> Any:
     return x.reshaped(x.values[index])
 
 
-def _cuts_rows(index: Any) -> bool:
+def _cuts_rows(index: object) -> bool:
     """Whether an index is `[a:b]`, by numbers that count from the first row."""
     ends = (index.start, index.stop) if isinstance(index, slice) and index.step in (None, 1) else ()
     return any(end is not None for end in ends) and all(end is None or (type(end) is int and end >= 0) for end in ends)
@@ -209,7 +214,7 @@ def _cuts_rows(index: Any) -> bool:
 def _reduce(finish: Callable[..., Tensor], fill: Any) -> Callable[..., Any]:
     """A reduction: over other dims row by row; over the rows with those that do not count filled."""
 
-    def handler(func: Any, x: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def handler(func: TorchFunction, x: object, dim: object = None, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(x, Selected):
             raise dynamic()
         if dim is not None and 0 not in _dims(x, dim):
@@ -237,8 +242,9 @@ def _spread(finish: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     """The variance over rows that count; over other dims row by row."""
 
     def handler(
-        func: Any, x: Selected, dim: Any = None, unbiased: Any = None, keepdim: bool = False, correction: Any = None
-    ) -> Any:
+        func: TorchFunction, x: Selected, dim: object = None, unbiased: Any = None, keepdim: bool = False,
+        correction: Any = None,
+    ) -> Any:  # fmt: skip
         if isinstance(dim, bool):  # std(unbiased)
             dim, unbiased = None, dim
         if dim is not None and 0 not in _dims(x, dim):
@@ -275,7 +281,7 @@ def _reduced(loss: Selected, reduction: str) -> Any:
     return loss.owner.reduced(_mean(loss, filled, every) if reduction == "mean" else _sum(loss, filled, every))
 
 
-def _pointwise_loss(func: Any, x: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+def _pointwise_loss(func: TorchFunction, x: object, target: object, *args: Any, **kwargs: Any) -> Any:
     """mse_loss and the like: as many elements as the input has."""
     reduction = kwargs.pop("reduction", "mean")
     if kwargs.pop("size_average", None) is not None or kwargs.pop("reduce", None) is not None:
@@ -283,7 +289,9 @@ def _pointwise_loss(func: Any, x: Any, target: Any, *args: Any, **kwargs: Any) -
     return _reduced(_pointwise(func, x, target, *args, **kwargs, reduction="none"), reduction)
 
 
-def _class_loss(func: Any, x: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _class_loss(
+    func: TorchFunction, x: object, target: object, weight: object = None, *args: Any, **kwargs: Any
+) -> Any:
     """cross_entropy and nll_loss: rows that do not count have the target that is ignored."""
     if args or not isinstance(x, Selected) or not isinstance(target, Selected) or target.dtype.is_floating_point:
         raise dynamic()
@@ -293,19 +301,19 @@ def _class_loss(func: Any, x: Any, target: Any, weight: Any = None, *args: Any, 
     return target.like(found) if kwargs.get("reduction", "mean") == "none" else x.owner.reduced(found)
 
 
-def _numel(func: Any, x: Selected) -> LateNumber:
+def _numel(func: TorchFunction, x: Selected) -> LateNumber:
     return x.owner.late.number(x.count * math.prod(x.values.shape[1:]))
 
 
-def _size(func: Any, x: Selected, dim: int | None = None) -> Any:
+def _size(func: TorchFunction, x: Selected, dim: int | None = None) -> Any:
     return x.shape if dim is None else x.shape[dim]
 
 
-def _dim(func: Any, x: Selected) -> int:
+def _dim(func: TorchFunction, x: Selected) -> int:
     return x.ndim
 
 
-def _index_add(func: Any, x: Any, dim: int, index: Any, source: Any, *, alpha: float = 1) -> Any:
+def _index_add(func: TorchFunction, x: Any, dim: int, index: object, source: object, *, alpha: float = 1) -> Any:
     if isinstance(x, Selected) or dim != 0 or not isinstance(index, Selected) or not isinstance(source, Selected):
         raise dynamic()
     same_rows([index, source])
@@ -313,7 +321,7 @@ def _index_add(func: Any, x: Any, dim: int, index: Any, source: Any, *, alpha: f
     return index.owner.adding(x, index.keep, lambda: func(x, 0, places, values, alpha=alpha))
 
 
-def _index_select(func: Any, x: Any, dim: int, index: Any) -> Any:
+def _index_select(func: TorchFunction, x: Any, dim: int, index: object) -> Any:
     if isinstance(x, Selected) or dim != 0 or not isinstance(index, Selected):
         raise dynamic()
     return index.like(torch.index_select(x, 0, index.values))

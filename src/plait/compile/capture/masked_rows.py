@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from plait.compile.capture.late_values import LateValues
 _TORCH = os.path.dirname(torch.__file__)
 FILL = 0.5  # in rows that do not count: log, sqrt, 1/x, asin and their gradients are finite there
 
+TorchFunction = Callable[..., Any]
 # What a torch function does with selections, by its name without leading or trailing underscores (masked_ops.py).
 HANDLERS: dict[str, Callable[..., Any]] = {}
 
@@ -58,7 +59,7 @@ class Owner(Protocol):
     def each(self, places: Selected) -> Iterator[Any]:
         """What a loop over the places that a mask selects goes through."""
 
-    def adding(self, x: Tensor, keep: Tensor, add: Callable[[], Any]) -> Any:
+    def adding(self, x: Tensor, keep: Tensor, add: Callable[[], object]) -> Any:
         """Add rows that a mask selects to a value, with `add`, which returns the value or None."""
 
     def note_addition(self, addition: Addition) -> None:
@@ -70,13 +71,13 @@ class Owner(Protocol):
     def beside(self, x: Tensor, rows: Selected) -> Tensor:
         """The tensor `x`, with which rows are combined, without NaN if none of the rows counts."""
 
-    def note_table(self, table: Tensor, number: int, conditions: Sequence[Any]) -> None:
+    def note_table(self, table: Tensor, number: int, conditions: Sequence[object]) -> None:
         """Note that the parameter of one expert was used, on conditions, for which a stack of those of all is taken."""
 
-    def has_rows(self, asks: Any, expected: bool) -> bool:
+    def has_rows(self, asks: object, expected: bool) -> bool:
         """The answer for Python to whether a round has rows: `expected`, the answer if it has some."""
 
-    def has_length(self, asks: Any) -> int:
+    def has_length(self, asks: object) -> int:
         """The answer for Python to how many rows a round has, where only 0 or more matters."""
 
 
@@ -189,7 +190,7 @@ class InOne:
     def __init__(self, rows: Selected) -> None:
         self._rows = rows
 
-    def reshape(self, *shape: Any) -> Any:
+    def reshape(self, *shape: object) -> Any:
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if not sizes or sizes[0] != -1:
             raise dynamic()
@@ -202,7 +203,7 @@ class InOne:
             raise dynamic()
         return self._rows
 
-    def __getitem__(self, index: Any) -> Selected:
+    def __getitem__(self, index: object) -> Selected:
         if type(index) is not int or index != 0:
             raise dynamic()
         return self._rows
@@ -233,7 +234,7 @@ class UnknownCount:
             return UnknownCount
         raise dynamic()
 
-    def _raise(self, *others: Any) -> Any:
+    def _raise(self, *others: object) -> NoReturn:
         raise dynamic()
 
     def __bool__(self) -> bool:
@@ -324,7 +325,7 @@ def functions_take_whole_rows() -> Iterator[None]:
         torch.autograd.Function.apply = plain  # type: ignore[method-assign]
 
 
-def is_whole(value: Any) -> TypeGuard[Tensor]:
+def is_whole(value: object) -> TypeGuard[Tensor]:
     """Whether a value is a tensor, and no selection, which isinstance takes for one."""
     return isinstance(value, Tensor) and not issubclass(type(value), Selected)
 
@@ -343,7 +344,7 @@ def plain(values: Any) -> Any:
     return map_aggregate(values, lambda v: v.values if isinstance(v, Selected) else v)
 
 
-def rows_of(values: Sequence[Any], compute: Callable[..., Tensor]) -> Selected:
+def rows_of(values: Sequence[object], compute: Callable[..., Tensor]) -> Selected:
     """Apply `compute` to the values row by row."""
     first = same_rows(list(values))[0]
     return first.like(compute(*plain(list(values))))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import bisect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,10 +59,10 @@ def plain_kernels() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def autograd_nodes(result: Tensor) -> Iterator[Any]:
+def autograd_nodes(result: Tensor) -> Iterator[torch.autograd.graph.Node]:
     """The nodes of autograd's graph behind a tensor, each once."""
-    seen: set[Any] = set()
-    stack: list[Any] = [result.grad_fn]
+    seen: set[Hashable] = set()
+    stack: list[torch.autograd.graph.Node | None] = [result.grad_fn]
     while stack:
         node = stack.pop()
         if node is not None and node not in seen:
@@ -90,7 +90,7 @@ class ForwardModules:
         ]
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         for hook in self._hooks:
             hook.remove()
 
@@ -99,12 +99,12 @@ class ForwardModules:
         i = bisect.bisect_right(self._numbers, number) - 1
         return self._modules[i] if i >= 0 else ""
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module: nn.Module, args: object) -> None:
         if threading.get_ident() == self._thread and id(module) in self._names:
             self._stack.append(self._names[id(module)])
             self._change()
 
-    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+    def _leave(self, module: nn.Module, args: object, result: object) -> None:
         if threading.get_ident() == self._thread and id(module) in self._names and self._stack:
             name, error = self._stack.pop(), sys.exc_info()[1]
             if error is not None and error is not self._raised[0]:
@@ -140,13 +140,13 @@ class BackwardModules:
                 before = self._setter(self._forward.at(number), self._recorder.place_of(number))
                 self._hooks.append(node.register_prehook(before))
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         for hook in self._hooks:
             hook.remove()
         self._recorder.at = None
 
     def _setter(self, name: str, place: int) -> Any:
-        def before(gradients: Any) -> None:
+        def before(gradients: object) -> None:
             self._recorder.module = name
             self._recorder.at = place
 

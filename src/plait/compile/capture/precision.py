@@ -98,7 +98,7 @@ def _within(model: nn.Module, kept: Collection[nn.Module]) -> dict[nn.Module, to
     return found
 
 
-def _put_back(replaced: list[tuple[dict[str, Any], str, Tensor, Tensor]]) -> None:
+def _put_back(replaced: list[tuple[dict[str, object], str, Tensor, Tensor]]) -> None:
     for held, key, own, copy in replaced:
         if held.get(key) is copy:
             held[key] = own
@@ -126,13 +126,13 @@ def _cast_at(
     stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
     if module in wide and outside is not None and outside not in wide:
 
-        def after(module: nn.Module, args: Any, result: Any) -> Any:
+        def after(module: nn.Module, args: object, result: object) -> Any:
             return _cast(result, dtype)
 
         stack.callback(module.register_forward_hook(after).remove)
 
 
-def _cast(values: Any, dtype: torch.dtype, only: Collection[torch.dtype] = ()) -> Any:
+def _cast(values: object, dtype: torch.dtype, only: Collection[torch.dtype] = ()) -> Any:
     """The values with floating tensors, or those in one of the dtypes `only`, cast; the same object if none is."""
 
     def is_cast(value: Any) -> bool:
@@ -258,7 +258,7 @@ def _hooked(module: nn.Module, name: str, device: str) -> Iterator[None]:
     halves = any(p.dtype in HALF for p in module.parameters())
     inside: list[tuple[Any, bool]] = []
 
-    def cast(value: Any) -> Any:
+    def cast(value: object) -> Any:
         return value.to(wide) if isinstance(value, Tensor) and value.dtype in HALF else value
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -267,7 +267,7 @@ def _hooked(module: nn.Module, name: str, device: str) -> Iterator[None]:
         context.__enter__()
         return pytree.tree_map((cast), (args, kwargs)) if name == "fp32" else None
 
-    def after(module: nn.Module, args: Any, result: Any) -> Any:
+    def after(module: nn.Module, args: Any, result: object) -> Any:
         context, others = inside.pop()
         context.__exit__(None, None, None)
         return result if others or halves else pytree.tree_map(cast, result)  # modules outside expect float32

@@ -13,10 +13,10 @@ import sys
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import is_
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -35,13 +35,13 @@ class Holder:
         self.place = place
         self.of = of
         self.keys = keys  # the keys to look at, None for all
-        self.before: dict[Any, Any] = self.now()
+        self.before: dict[Hashable, Any] = self.now()
 
-    def now(self) -> dict[Any, Any]:
+    def now(self) -> dict[Hashable, Any]:
         """The values by key."""
         raise NotImplementedError
 
-    def put(self, key: Any, value: Any) -> None:
+    def put(self, key: Any, value: object) -> None:
         """Set one value; MISSING removes it."""
         raise NotImplementedError
 
@@ -66,7 +66,7 @@ class DictHolder(Holder):
 
     __slots__ = ()
 
-    def now(self) -> dict[Any, Any]:
+    def now(self) -> dict[Hashable, Any]:
         if type(self.of) is dict or not isinstance(self.of, dict):
             return dict(self.of)
         keys = OrderedDict.keys(self.of) if isinstance(self.of, OrderedDict) else dict.keys(self.of)
@@ -76,7 +76,7 @@ class DictHolder(Holder):
         now = self.of if type(self.of) is dict else self.now()
         return len(now) == len(self.before) and all(map(is_, now.values(), self.before.values()))
 
-    def put(self, key: Any, value: Any) -> None:
+    def put(self, key: Any, value: object) -> None:
         if value is MISSING:
             del self.of[key]
         else:
@@ -104,13 +104,13 @@ class ListHolder(Holder):
 
     __slots__ = ()
 
-    def now(self) -> dict[Any, Any]:
+    def now(self) -> dict[Hashable, Any]:
         return dict(enumerate(self.of))
 
     def is_same(self) -> bool:
         return len(self.of) == len(self.before) and all(map(is_, self.of, self.before.values()))
 
-    def put(self, key: Any, value: Any) -> None:
+    def put(self, key: Any, value: object) -> None:
         if value is not MISSING and key < len(self.of):
             self.of[key] = value
         elif value is not MISSING:
@@ -126,13 +126,13 @@ class SetHolder(Holder):
 
     __slots__ = ()
 
-    def now(self) -> dict[Any, Any]:
+    def now(self) -> dict[Hashable, Any]:
         return {value: value for value in self.of}
 
     def is_same(self) -> bool:
         return len(self.of) == len(self.before) and all(value in self.before for value in self.of)
 
-    def put(self, key: Any, value: Any) -> None:
+    def put(self, key: Any, value: object) -> None:
         self.of.discard(key) if value is MISSING else self.of.add(key)
 
 
@@ -141,7 +141,7 @@ class NamesHolder(Holder):
 
     __slots__ = ()
 
-    def now(self) -> dict[Any, Any]:
+    def now(self) -> dict[Hashable, Any]:
         assert self.keys is not None
         if isinstance(self.of, types.CellType):
             try:
@@ -154,7 +154,7 @@ class NamesHolder(Holder):
             return {key: self.of.__dict__.get(key, MISSING) for key in self.keys}
         return {key: getattr(self.of, key, MISSING) for key in self.keys}
 
-    def put(self, key: Any, value: Any) -> None:
+    def put(self, key: Any, value: object) -> None:
         if isinstance(self.of, types.CellType):
             self.of.cell_contents = value
         elif isinstance(self.of, dict):
@@ -177,7 +177,7 @@ class ProxyHolder(DictHolder):
 
     __slots__ = ()
 
-    def put(self, key: Any, value: Any) -> None:
+    def put(self, key: Any, value: object) -> None:
         raise AssertionError("a mapping proxy takes no values")
 
     def put_back(self) -> None:
@@ -190,10 +190,10 @@ class ContextHolder(Holder):
     __slots__ = ()
     of: contextvars.ContextVar[Any]
 
-    def now(self) -> dict[Any, Any]:
+    def now(self) -> dict[Hashable, Any]:
         return {"get()": self.of.get(MISSING)}
 
-    def put(self, key: Any, value: Any) -> None:
+    def put(self, key: Any, value: object) -> None:
         if value is not MISSING:
             self.of.set(value)
 
@@ -204,7 +204,7 @@ class ContextHolder(Holder):
 class Buffer:
     """A bytearray, memoryview or array.array, with the interface of a numpy array that is needed here."""
 
-    def __init__(self, of: Any) -> None:
+    def __init__(self, of: bytearray | memoryview | array.array[Any]) -> None:
         self.of = of
         self.dtype = f"{type(of).__name__} {getattr(of, 'typecode', getattr(of, 'format', ''))}"
 
@@ -225,7 +225,7 @@ class Buffer:
             self.of.cast("B")[:] = before
 
 
-def put_bytes_back(values: Any, before: bytes) -> None:
+def put_bytes_back(values: np.ndarray | Buffer, before: bytes) -> None:
     """Restore the content of an array or a Buffer."""
     if values.tobytes() == before:
         return
@@ -236,15 +236,16 @@ def put_bytes_back(values: Any, before: bytes) -> None:
 
 
 _SYSTEM = "the system's random bytes (uuid4, secrets, SystemRandom)"
+RandomSource = np.random.Generator | np.random.RandomState | random.Random | torch.Generator
 
 
-def is_source(value: Any) -> bool:
+def is_source(value: object) -> TypeGuard[RandomSource]:
     """Whether the value is a random number generator with a state of its own."""
     kinds = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
     return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
 
 
-def state_of(source: Any) -> Any:
+def state_of(source: RandomSource) -> object:
     """The state of a random number generator."""
     if isinstance(source, random.Random):
         return source.getstate()
@@ -253,7 +254,7 @@ def state_of(source: Any) -> Any:
     return source.get_state()
 
 
-def set_state(source: Any, state: Any) -> None:
+def set_state(source: RandomSource, state: Any) -> None:
     """The inverse of `state_of`."""
     if isinstance(source, random.Random):
         source.setstate(state)
@@ -263,7 +264,7 @@ def set_state(source: Any, state: Any) -> None:
         source.set_state(state)
 
 
-def same_state(state: Any, other: Any) -> bool:
+def same_state(state: object, other: Any) -> bool:
     """Whether two states of a generator are equal."""
     if isinstance(state, dict):
         return state.keys() == other.keys() and all(same_state(value, other[key]) for key, value in state.items())
@@ -274,7 +275,7 @@ def same_state(state: Any, other: Any) -> bool:
     return bool(np.array_equal(state, other)) if isinstance(state, np.ndarray) else bool(state == other)
 
 
-def position(iterator: Any) -> Any:
+def position(iterator: object) -> object:
     """A value that changes when an item is taken from an iterator, as far as that can be seen."""
     if hasattr(iterator, "gi_frame"):
         frame = iterator.gi_frame
@@ -284,7 +285,9 @@ def position(iterator: Any) -> Any:
 
 
 @contextmanager
-def nothing_drawn(sources: Sequence[tuple[str, Any]], iterators: Sequence[tuple[str, Any]]) -> Iterator[None]:
+def nothing_drawn(
+    sources: Sequence[tuple[str, RandomSource]], iterators: Sequence[tuple[str, object]]
+) -> Iterator[None]:
     """Refuse that the context draws random numbers in Python or takes items of iterators.
 
     `sources` are generators and `iterators` iterators, each with its place in the user's code. States of generators,
@@ -330,7 +333,7 @@ def nothing_drawn(sources: Sequence[tuple[str, Any]], iterators: Sequence[tuple[
 
 
 @contextmanager
-def _noticed(module: Any, name: str, drawn: list[str]) -> Iterator[None]:
+def _noticed(module: types.ModuleType, name: str, drawn: list[str]) -> Iterator[None]:
     """Record when this thread asks the system for random bytes, as uuid4, secrets and SystemRandom do."""
     function, thread = getattr(module, name), threading.get_ident()
 

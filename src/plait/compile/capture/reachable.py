@@ -18,7 +18,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -60,13 +60,13 @@ _KEEPING = ("torch.distributions.", "torch.amp.")  # classes whose objects keep 
 class Reached:
     """All that a step can read: `holders`, and by their places plain `values` and `tensors` outside the model."""
 
-    def __init__(self, model: nn.Module, loss_fn: Any, earlier: Mapping[int, str] | None = None) -> None:
+    def __init__(self, model: nn.Module, loss_fn: object, earlier: Mapping[int, str] | None = None) -> None:
         self.earlier = dict(earlier or {})  # names of the model's former parameters and buffers, by id
         self.values: dict[str, Any] = {}
         self.tensors: dict[str, Tensor] = {}
         self.places: dict[int, str] = {}  # of tensors, by id
         self.slots: dict[str, tuple[Holder, Any]] = {}  # holder and key of a value that a holder has, by place
-        self.structure: dict[str, Any] = {}  # what must not change of values that are neither plain nor tensors
+        self.structure: dict[str, object] = {}  # what must not change of values that are neither plain nor tensors
         self.holders: list[Holder] = []
         self.empty: list[Any] = []  # containers that are empty
         self.empty_places: list[str] = []
@@ -83,7 +83,7 @@ class Reached:
         while self._waiting and len(self._seen) < _MOST_VALUES:
             self._visit(*self._waiting.popleft())
 
-    def _visit(self, place: str, value: Any) -> None:
+    def _visit(self, place: str, value: object) -> None:
         if isinstance(value, PLAIN):
             self.values[place] = value
             if not isinstance(value, enum.Enum) or not _is_open(type(value)):
@@ -108,7 +108,7 @@ class Reached:
         elif _is_open(type(value)):  # type: ignore[arg-type]
             self._object(place, value)
 
-    def _later(self, place: str, value: Any) -> None:
+    def _later(self, place: str, value: object) -> None:
         if not is_whole(value) or id(value) not in self.own:
             self._waiting.append((place, value))
 
@@ -121,7 +121,7 @@ class Reached:
             self.slots[place] = (holder, key)
             self._later(place, value)
 
-    def _hold_nothing(self, place: str, value: Any) -> None:
+    def _hold_nothing(self, place: str, value: object) -> None:
         self.empty.append(value)
         self.empty_places.append(place)
 
@@ -133,16 +133,16 @@ class Reached:
             if not other_format(tensor):  # no step reads one that is not dense
                 self.tensors[place] = tensor
 
-    def _elements(self, place: str, value: Collection[Any]) -> None:
+    def _elements(self, place: str, value: Collection[object]) -> None:
         if len(value) <= _MOST_ELEMENTS:
             for key, one in enumerate(value):
                 self._later(f"{place}[{key}]", one)
 
-    def _array(self, place: str, value: np.ndarray[Any, Any]) -> None:
+    def _array(self, place: str, value: np.ndarray) -> None:
         if value.nbytes <= _MOST_BYTES and value.dtype != object:
             self.arrays.append((place, value, value.tobytes()))
 
-    def _buffer(self, place: str, value: Any) -> None:
+    def _buffer(self, place: str, value: bytearray | memoryview | array.array[Any]) -> None:
         buffer = Buffer(value)
         if len(content := buffer.tobytes()) <= _MOST_BYTES:
             self.arrays.append((place, buffer, content))
@@ -164,7 +164,7 @@ class Reached:
                 self.parameters += [(f"{prefix}.{key}" if prefix else key, named, key) for key in named]
         self._class(place, type(module))
 
-    def _dict(self, place: str, value: dict[Any, Any]) -> None:
+    def _dict(self, place: str, value: dict[Hashable, object]) -> None:
         if value is sys.modules:  # what the step has imported stays so
             return
         if not value:
@@ -178,7 +178,7 @@ class Reached:
         elif len(value) <= _MOST_ELEMENTS:
             self._hold(ListHolder(place, value))
 
-    def _set(self, place: str, value: set[Any]) -> None:
+    def _set(self, place: str, value: set[object]) -> None:
         if not value:
             self._hold_nothing(place, value)
         elif len(value) <= _MOST_ELEMENTS:
@@ -219,7 +219,7 @@ class Reached:
                 self._some(f"{_root(place)}{name}.", module.__dict__, inner)
         self._some(_root(place), found, plain)
 
-    def _some(self, place: str, names: dict[str, Any], keys: list[str]) -> None:
+    def _some(self, place: str, names: dict[str, object], keys: list[str]) -> None:
         keys = [key for key in keys if (id(names), key) not in self._seen_names]
         self._seen_names |= {(id(names), key) for key in keys}
         if keys:
@@ -241,16 +241,16 @@ class Reached:
         self._class(place, value)
         self._class(place, type(value))
 
-    def _proxy(self, place: str, value: Any) -> None:
+    def _proxy(self, place: str, value: types.MappingProxyType[Hashable, object]) -> None:
         self._hold(ProxyHolder(place, value))
 
-    def _context(self, place: str, value: Any) -> None:
+    def _context(self, place: str, value: contextvars.ContextVar[object]) -> None:
         self._hold(ContextHolder(place, value))
 
-    def _reference(self, place: str, value: Any) -> None:
+    def _reference(self, place: str, value: weakref.ref[object]) -> None:
         self._later(place, value())
 
-    def _builtin(self, place: str, value: Any) -> None:
+    def _builtin(self, place: str, value: types.BuiltinMethodType) -> None:
         """The object of a bound method (of a dict, list, ContextVar...), unless it is a module or a class."""
         if not isinstance(value.__self__, (types.ModuleType, type)):
             self._later(place, value.__self__)
@@ -261,7 +261,7 @@ class Reached:
         keys = [variables.encodekey(one) for one in sorted(_strings(code))]
         self._some(f"{_root(place)}os.environ.", variables._data, keys)
 
-    def _object(self, place: str, value: Any) -> None:
+    def _object(self, place: str, value: object) -> None:
         if isinstance(getattr(value, "__dict__", None), dict):
             self._hold(AttributesHolder(place, value.__dict__))
         slots = [n for kind in type(value).__mro__ for n in _slots(kind) if n not in _BY_KEYS]
@@ -281,7 +281,7 @@ class Reached:
             if keys:
                 self._hold(NamesHolder(f"{_root(place)}{each.__qualname__}", each, keys))
             for key, member in members.items() if not is_library(_file(each)) else ():
-                function: Any = member
+                function: object = member
                 if isinstance(member, (staticmethod, classmethod)):
                     function = member.__func__
                 elif isinstance(member, property):
@@ -331,7 +331,7 @@ class Reached:
                 now, filled.before = filled.before, {}
                 yield from ((filled, key, MISSING, value) for key, value in now.items() if is_whole(value))
 
-    def _is_at(self, place: str, container: Any) -> bool:
+    def _is_at(self, place: str, container: object) -> bool:
         """Whether a container is still where it was found; another may have taken its place."""
         holder, key = self.slots.get(place, (None, None))
         return holder is None or holder.now().get(key) is container
@@ -416,7 +416,7 @@ def _slots(kind: type) -> list[str]:
     return [slots] if isinstance(slots, str) else list(slots)
 
 
-def _is_code(value: Any) -> bool:
+def _is_code(value: object) -> bool:
     kinds = (
         types.FunctionType,
         staticmethod,
@@ -428,7 +428,7 @@ def _is_code(value: Any) -> bool:
     return isinstance(value, kinds) or callable(value)
 
 
-def _kind(value: Any) -> Any:
+def _kind(value: object) -> object:
     """The facts of a value, neither plain nor a tensor, that must stay the same."""
     if isinstance(value, types.FunctionType):
         return value.__code__

@@ -31,7 +31,7 @@ class Tracked:
     __slots__ = ("asked", "of", "value")
 
     def __init__(
-        self, value: PlainNumber, asked: Asked, of: Callable[[PlainNumber], Any] = lambda value: value
+        self, value: PlainNumber, asked: Asked, of: Callable[[PlainNumber], PlainNumber] = lambda value: value
     ) -> None:
         self.value = value
         self.asked = asked
@@ -41,7 +41,7 @@ class Tracked:
         self.asked.used = True
         return self.value
 
-    def _computed(self, function: Callable[..., Any], other: Any, swapped: bool = False) -> Any:
+    def _computed(self, function: Callable[..., Any], other: object, swapped: bool = False) -> Any:
         if isinstance(other, Tracked):
             other = other.plain()
         if type(other) not in (int, float, bool):
@@ -51,7 +51,7 @@ class Tracked:
             return Tracked(function(other, self.value), self.asked, lambda value: function(other, of(value)))
         return Tracked(function(self.value, other), self.asked, lambda value: function(of(value), other))
 
-    def _asks(self, function: Callable[..., bool], *others: Any) -> bool:
+    def _asks(self, function: Callable[..., bool], *others: object) -> bool:
         others = tuple(other.plain() if isinstance(other, Tracked) else other for other in others)
         of = self.of
         self.asked.conditions.append((lambda value: bool(function(of(value), *others)), function(self.value, *others)))
@@ -104,6 +104,6 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Tracked, f"__{_name}__", _asking(getattr(operator, _name)))
 
 
-def untracked(value: Any) -> Any:
+def untracked(value: object) -> Any:
     """The number itself of a tracked one; any other value unchanged."""
     return value.plain() if isinstance(value, Tracked) else value

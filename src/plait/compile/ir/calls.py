@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+from torch.fx.node import Target, map_arg
 
 from plait.compile.ir.node_info import set_info
 from plait.compile.ops import Call, OpSpec, TensorSpec, View, op_spec
+from plait.compile.ops.base import Args
 
 
 def is_tensor(node: Node) -> bool:
@@ -100,7 +101,7 @@ def device_type(graph: Graph) -> str:
     return next((value.device.type for value in values if isinstance(value, torch.Tensor)), "cpu")
 
 
-def append_call(graph: Graph, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str = "") -> Node:
+def append_call(graph: Graph, op: Target, args: Args, kwargs: Mapping[str, Any], name: str = "") -> Node:
     """Append a call to a graph, as `graph.call_function`.
 
     The arguments are set after the node is made. If they are given to the constructor, fx searches them for symbolic
@@ -137,7 +138,7 @@ def drop_dead_calls(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-_effects: dict[Any, bool] = {}  # by op
+_effects: dict[OpOverload, bool] = {}  # by op
 
 
 def _has_effect(node: Node) -> bool:
@@ -190,7 +191,7 @@ def is_fresh(node: Node) -> bool:
 
 
 @functools.cache
-def _makes_memory(op: Any) -> bool:
+def _makes_memory(op: Target) -> bool:
     if not isinstance(op, OpOverload) or op_spec(op).view is not None:
         return False
     # A composite op may return its input, whatever its schema says (conj_physical).

@@ -66,7 +66,7 @@ def set_info(node: Node, **changes: Any) -> None:
     node.meta[_KEY] = info_of(node)._replace(**changes)
 
 
-def describe(node: Node, info: NodeInfo, value: Any) -> None:
+def describe(node: Node, info: NodeInfo, value: object) -> None:
     """Set the record and the value, one or several fake tensors, of a new node."""
     meta = node.meta  # fx does much for an attribute of a node that is set
     meta.clear()

@@ -5,7 +5,7 @@ A property that holds for all samples is taken to hold for the model, whatever o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from plait.compile.ops.draw import draw
 _MOST_BYTES = 1 << 31  # of a value that is worked out before the step runs
 
 
-def known_value(node: Node, given: Mapping[Node, Tensor], memo: dict[Node, Any]) -> Any:
+def known_value(node: Node, given: Mapping[Node, Tensor], memo: dict[Node, object]) -> Any:
     """The value of a node that is computed from `given` values and constants, on the CPU. `memo` keeps values.
 
     None if the node depends on anything else, or if its value is large.
@@ -90,7 +90,7 @@ def whole_numbers(node: Node) -> Node:
 
 
 def holds_for_samples(
-    node: Node, root: Node, num_experts: int, agrees: Callable[[Tensor, dict[Node, Tensor]], bool], *how: Any
+    node: Node, root: Node, num_experts: int, agrees: Callable[[Tensor, dict[Node, Tensor]], bool], *how: object
 ) -> bool:
     """Whether `agrees(ids, values)` is true for all samples: flat ids of the experts of rows, and {root: its value}.
 
@@ -110,7 +110,7 @@ def holds_for_samples(
 def signature(node: Node, root: Node) -> tuple[Any, ...]:
     """How a node is computed from a root: equal for nodes of different layers that are computed alike."""
     numbers: dict[Node, int] = {root: 0}
-    found: list[Any] = [spec_of(root.meta["val"])]
+    found: list[Hashable] = [spec_of(root.meta["val"])]
     stack = [node]
     while stack:
         one = stack[-1]

@@ -8,7 +8,7 @@ else, so all steps of the process share them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,9 +17,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_impls import op_implementations_checks
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.fx.node import Target
 from torch.utils._mode_utils import no_dispatch
 
 from plait.compile.ops import op_spec
+from plait.compile.ops.base import Args, Kwargs
 
 _Spec = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
@@ -39,14 +41,14 @@ def fake_of(spec: _Spec, mode: FakeTensorMode) -> FakeTensor:
 MOST_KEPT = 1 << 16  # results that the process remembers
 
 
-class ProcessMemo(dict[Any, Any]):
+class ProcessMemo(dict[Hashable, Any]):
     """A dict that all steps of a process share; it begins anew when it has grown too large."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
         self._most = most
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         if len(self) >= self._most:
             self.clear()
         super().__setitem__(key, value)
@@ -62,11 +64,11 @@ class ShapeMemo:
     """
 
     def __init__(self, mode: FakeTensorMode | None = None) -> None:
-        self._found: dict[Any, Any] = {}
+        self._found: dict[Hashable, Any] = {}
         self._mode = mode
 
     def call(
-        self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any], mode: FakeTensorMode | None = None
+        self, func: Target, args: Args, kwargs: Kwargs, run: Callable[..., Any], mode: FakeTensorMode | None = None
     ) -> Any:
         """`run(*args, **kwargs)`, or its earlier result for tensors of the same shapes, strides and dtypes.
 
@@ -83,21 +85,21 @@ class ShapeMemo:
         found = self._found[key]
         return found if mode is None else fakes_of(found, mode)
 
-    def _mode_without(self, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
+    def _mode_without(self, args: Any, kwargs: Any) -> AbstractContextManager[object]:
         """The mode, for a call without tensors."""
         given = any(True for _ in _tensors((*args, *kwargs.values())))
         return nullcontext() if given or self._mode is None else self._mode
 
 
 @functools.cache
-def needs_shapes_only(op: Any) -> bool:
+def needs_shapes_only(op: Target) -> bool:
     """Whether an op's kernel for the meta device gives the shapes, strides and dtypes of its results on every device,
     and the mode of fake tensors has no rule of its own for the op."""
     return _runs_on_meta(op) and not any(is_own(op) for is_own, _ in op_implementations_checks)
 
 
 @functools.cache
-def _runs_on_meta(op: Any) -> bool:
+def _runs_on_meta(op: Target) -> bool:
     """Whether an op has a kernel for the meta device, and its results are alike on all devices."""
     row = op_spec(op)
     if not isinstance(op, OpOverload) or not row.known or row.by_device or row.random is not None:
@@ -106,7 +108,7 @@ def _runs_on_meta(op: Any) -> bool:
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in keys)
 
 
-def on_meta(func: Any, args: Any, kwargs: Any, key: tuple[Any, ...] | None = None) -> Any:
+def on_meta(func: Any, args: Args, kwargs: Kwargs, key: tuple[object, ...] | None = None) -> Any:
     """The result of a call on fake tensors of one device, by the op's kernel for the meta device.
 
     None if that kernel is not enough, or if it raises, as the call itself then will. `key` identifies the call by the
@@ -144,7 +146,7 @@ def _meta_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
-def view_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+def view_on_meta(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """The views that a view op returns of one fake tensor, by the op's kernel for the meta device. They share its
     memory.
 
@@ -163,7 +165,7 @@ def view_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     return _replaced(found, lambda view: FakeTensor(base.fake_mode, view, base.device))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: object) -> Iterator[Tensor]:
     """The tensors in a value, and in its tuples and lists."""
     if isinstance(value, Tensor):
         yield value
@@ -172,7 +174,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _replaced(value: object, change: Callable[[Tensor], Tensor]) -> Any:
     """A value with the tensors in its tuples and lists changed."""
     if isinstance(value, (tuple, list)):
         return type(value)([_replaced(part, change) for part in value])
@@ -189,24 +191,24 @@ class StepMode(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.shapes = ShapeMemo(self)
-        self.holds: dict[Any, bool] = {}
+        self.holds: dict[Hashable, bool] = {}
 
 
-def specs_of(result: Any) -> Any:
+def specs_of(result: object) -> Any:
     """A result of a call with each tensor as its geometry, for `fakes_of`."""
     if isinstance(result, (tuple, list)):
         return [specs_of(part) for part in result]
     return spec_of(result) if isinstance(result, Tensor) else result
 
 
-def fakes_of(specs: Any, mode: FakeTensorMode) -> Any:
+def fakes_of(specs: object, mode: FakeTensorMode) -> Any:
     """New fake tensors of the geometry that `specs_of` found, several as a tuple."""
     if isinstance(specs, list):
         return tuple(fakes_of(part, mode) for part in specs)
     return fake_of(specs, mode) if isinstance(specs, tuple) else specs
 
 
-def frozen(value: Any, tensor: Callable[[Tensor], Any]) -> Any:
+def frozen(value: object, tensor: Callable[[Tensor], Hashable]) -> Hashable:
     """A hashable key for the arguments of a call, which distinguishes 1 from 1.0 and True; `tensor` makes that of
     one."""
     if isinstance(value, Tensor):

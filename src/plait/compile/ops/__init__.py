@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.fx.node import Target
 
 from plait.compile.ops import (  # noqa: F401  (each registers its rows)
     attention,
@@ -67,7 +67,7 @@ def _register_copies_of_views() -> None:
 _register_copies_of_views()
 
 
-def op_spec(op: Any) -> OpSpec:
+def op_spec(op: Target) -> OpSpec:
     """The row of an op; for an op without one, a row that is not `known`, so that it runs on whole inputs."""
     row = OP_SPECS.get(op)
     return row if row is not None else NAMED.get(str(op), NO_OP_SPEC)

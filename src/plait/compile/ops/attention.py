@@ -13,13 +13,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from plait.compile.ops.attention_signature import LSE, MASK, OTHER, PADDED, SIGNATURES, K, Q, Signature
 from plait.compile.ops.base import (
     REPLICATE,
+    Args,
     Builder,
     Call,
+    Emitted,
+    Kwargs,
     OpSpec,
     Partial,
     Placement,
@@ -92,7 +94,7 @@ def attention_strategies(signature: Signature) -> Callable[[Call, Placements, in
                 found.append(Strategy(inputs, outputs, signature.emit or emit))
         return found + over_sequence(call, signature, looks, blocks_of(given, [QUERIES] * len(given)))
 
-    def emit(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+    def emit(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
         if signature.num_queries is not None:
             args = put(args, signature.num_queries, builder.shape(args[signature.query])[QUERIES])
         return builder.call(call.op, *args, **kwargs)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from torch.fx.node import Target
 
 from plait.compile.ops.base import Call, Emit, TensorSpec
 
@@ -58,4 +59,4 @@ class Signature:
         return self.causal is not None and bool(call.arg(*self.causal, False))
 
 
-SIGNATURES: dict[Any, Signature] = {}  # by op
+SIGNATURES: dict[Target, Signature] = {}  # by op

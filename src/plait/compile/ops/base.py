@@ -16,9 +16,13 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch.fx import Node
+from torch.fx.node import Target
 
 from plait.cost.collective_time import CollectiveKind
 from plait.spec.layout import REPLICATE, Blocks, Partial, Placement, Replicate, Shard
+
+Args = tuple[Any, ...]  # of a call in a graph: nodes, plain values, and lists of both
+Kwargs = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,13 @@ class Call:
         outputs: the spec of each output, None for an output that is not a tensor.
     """
 
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    op: Target
+    args: Args
+    kwargs: Kwargs
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec | None, ...]
 
-    def arg(self, position: int, name: str = "", default: Any = None) -> Any:
+    def arg(self, position: int, name: str = "", default: object = None) -> Any:
         """The argument at `position`, or by `name`, or the default: schemas allow each."""
         if position < len(self.args):
             return self.args[position]
@@ -81,16 +85,14 @@ class Builder(Protocol):
     size: int
     context_kind: str
 
-    def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
+    def call(self, op: Target, *args: Any, **kwargs: Any) -> Node:
         """Append a call and return its node, whose local value is computed at once, for `shape`."""
 
-    def collective(self, op: Any, tensor: Node, shape: tuple[int, ...], *args: Any, axis: str = "") -> Node:
+    def collective(self, op: Target, tensor: Node, shape: tuple[int, ...], *args: Any, axis: str = "") -> Node:
         """Append a call `op(tensor, axis, *args)` of ops.comm_ops, whose result has this local shape. By default it is
         along the builder's own axis."""
 
-    def node(
-        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any, num_bytes: int = 0, what: str = ""
-    ) -> Node:
+    def node(self, op: Target, args: Args, kwargs: Kwargs, value: object, num_bytes: int = 0, what: str = "") -> Node:
         """Append a call whose local value, of fake tensors, is given. If it moves several tensors, `num_bytes` are the
         bytes of these and `what` says what they are."""
 
@@ -111,10 +113,11 @@ class Builder(Protocol):
         """This rank's index along the axis: an int when the graph runs, for use in `call(operator.mul, ...)`."""
 
 
+Emitted = Node | tuple[Node | None, ...]
 # Writes the local op or ops: (builder, call, strategy, args, kwargs). Tensors in the args are local nodes, already in
 # the placements that the strategy asks for. Returns one node (with a tuple as its value if there are several outputs),
 # or a tuple with a node for each output.
-Emit = Callable[["Builder", "Call", "Strategy", tuple[Any, ...], dict[str, Any]], Any]
+Emit = Callable[["Builder", "Call", "Strategy", Args, Kwargs], Emitted]
 
 
 @dataclass(frozen=True)
@@ -198,8 +201,8 @@ class RowAccess:
         by_element: whether the one index has a number for each element of the rows, as gather's.
     """
 
-    table: Any
-    indices: tuple[Any, ...]
+    table: Node
+    indices: tuple[Node, ...]
     values: Any = None
     adds: bool = False
     by_element: bool = False
@@ -292,17 +295,17 @@ class OpSpec:
 
 
 NO_OP_SPEC = OpSpec(known=False)  # for an op without a row
-OP_SPECS: dict[Any, OpSpec] = {}
+OP_SPECS: dict[Target, OpSpec] = {}
 
 
-def register(*ops: Any, spec: OpSpec) -> None:
+def register(*ops: Target, spec: OpSpec) -> None:
     """Make `spec` the row of these ops, which must not have one."""
     for op in ops:
         assert op not in OP_SPECS, f"{op} has two rows"
         OP_SPECS[op] = spec
 
 
-def state(*ops: Any, **facts: Any) -> None:
+def state(*ops: Target, **facts: Any) -> None:
     """Add facts to the rows of ops. An op without a row gets one that is not `known`. Only for facts that several
     families share."""
     for op in ops:

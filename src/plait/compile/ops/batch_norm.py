@@ -161,14 +161,16 @@ def _no_stats(
 
 
 def _no_training(
-    x: Tensor, weight: Any, bias: Any, running_mean: Tensor, running_var: Tensor, momentum: float, eps: float
-) -> tuple[Tensor, ...]:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor, momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
     return _native(x, weight, bias, running_mean, running_var, False, momentum, eps)
 
 
 def _updating(
-    x: Tensor, weight: Any, bias: Any, running_mean: Tensor, running_var: Tensor, momentum: float, eps: float
-) -> tuple[Tensor | None, ...]:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor, momentum: float,
+    eps: float,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     n = normalize(x, weight, bias, running_mean, running_var, True, momentum, eps)
     return n.out, n.mean, n.invstd, _reserve(x), n.running_mean, n.running_var
 
@@ -199,10 +201,10 @@ def _any_backward(
     grad: Tensor,
     x: Tensor,
     weight: Tensor | None,
-    rm: Any,
-    rv: Any,
-    save_mean: Any,
-    save_var: Any,
+    rm: Tensor | None,
+    rv: Tensor | None,
+    save_mean: Tensor | None,
+    save_var: Tensor | None,
     update: bool,
     eps: float,
     output_mask: Sequence[bool],
@@ -212,12 +214,12 @@ def _any_backward(
 
 
 def _rule(
-    decompose: Callable[..., Any],
+    decompose: Callable[..., tuple[Tensor | None, ...]],
     position: int | None = None,
     always: bool = True,
     linear: int = -1,
     formats: bool = False,
-    fake: Callable[..., Any] | None = None,
+    fake: Callable[..., tuple[Tensor | None, ...]] | None = None,
 ) -> OpSpec:
     """`position` of the argument that says whether it is training, else `always`; `linear` in that input."""
     return OpSpec(
@@ -259,8 +261,9 @@ state(
 
 
 def _captured(
-    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
-) -> tuple[Tensor, ...]:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Any, training: bool,
+    momentum: float, eps: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
     if not training:
         return aten._native_batch_norm_legit_no_training.default(x, weight, bias, mean, var, momentum, eps)  # type: ignore[no-any-return]
     if mean is None:
@@ -278,8 +281,9 @@ def _captured_with_reserve(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def _captured_backward(
-    x: Tensor, grad: Tensor, weight: Any, mean: Any, var: Any, save_mean: Any, save_invstd: Any, eps: float, *_: Any
-) -> tuple[Tensor, ...]:
+    x: Tensor, grad: Tensor, weight: Tensor | None, mean: Tensor | None, var: Tensor | None, save_mean: Tensor | None,
+    save_invstd: Tensor | None, eps: float, *_: object,
+) -> tuple[Tensor, ...]:  # fmt: skip
     saved = save_mean, save_invstd
     return aten.native_batch_norm_backward.default(grad, x, weight, mean, var, *saved, True, eps, [True] * 3)  # type: ignore[no-any-return]
 

@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from plait.compile.ops.base import (
+    Args,
     Builder,
     Call,
     CollectiveKind,
     Communication,
     Factor,
+    Kwargs,
     MemoryUse,
     OpSpec,
     Placements,
@@ -178,7 +180,7 @@ def _summed(call: Call) -> Sequence[tuple[int, ...]]:
     return ((0,),) if call.arg(2, "op", "sum") == "sum" else no_groups(call)
 
 
-def _emit(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+def _emit(b: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Node:
     """The same collective along the earlier axis, on this rank's part of the tensor along the later one."""
     (out,) = call.outputs
     assert out is not None

@@ -16,11 +16,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from plait.compile.ops import comm_ops
 from plait.compile.ops.attention_signature import LSE, MASK, SIGNATURES, ArgumentPlace, K, Q, Signature
-from plait.compile.ops.base import REPLICATE, Builder, Call, Partial, Placement, Shard, Strategy, TensorSpec
+from plait.compile.ops.base import (
+    REPLICATE,
+    Args,
+    Builder,
+    Call,
+    Emitted,
+    Kwargs,
+    Partial,
+    Placement,
+    Shard,
+    Strategy,
+    TensorSpec,
+)
 from plait.spec.layout import Blocks
 
 aten = torch.ops.aten
@@ -74,7 +87,7 @@ def over_sequence(
         )
         outputs += (REPLICATE,) * (len(call.outputs) - len(outputs))
 
-        def emit(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def emit(b: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
             return _Writer(b, call, strategy, signature, args, kwargs).write()
 
         found.append(Strategy(inputs, outputs, emit, sends=True))
@@ -90,7 +103,7 @@ class _Writer:
     """Writes one attention of a rank that has the positions of `part`."""
 
     def __init__(
-        self, b: Builder, call: Call, strategy: Strategy, signature: Signature, args: Sequence[Any], kwargs: Any
+        self, b: Builder, call: Call, strategy: Strategy, signature: Signature, args: Args, kwargs: Kwargs
     ) -> None:
         self.b, self.call, self.signature = b, call, signature
         self.args, self.kwargs = list(args), dict(kwargs)
@@ -99,7 +112,7 @@ class _Writer:
         self.part = part
         self.rows = strategy.inputs[self._index(signature.mask)] if self._mask() is not None else REPLICATE
 
-    def write(self) -> Any:
+    def write(self) -> Emitted:
         kind = attention_kind(self.call, self.b.size, self.b.context_kind)
         return {"ulysses": self._ulysses, "gather": self._gather, "ring": self._ring}[kind]()
 
@@ -113,7 +126,7 @@ class _Writer:
             return self.kwargs.get(place)
         return self.args[place] if place < len(self.args) else None
 
-    def _set(self, place: ArgumentPlace, value: Any) -> None:
+    def _set(self, place: ArgumentPlace, value: object) -> None:
         if isinstance(place, str):
             self.kwargs[place] = value
         else:
@@ -125,7 +138,7 @@ class _Writer:
         assert isinstance(spec, TensorSpec)
         return spec.index
 
-    def _outputs(self, result: Node, convert: Mapping[str, Placement]) -> tuple[Any, ...]:
+    def _outputs(self, result: Node, convert: Mapping[str, Placement]) -> Emitted:
         """The outputs of a call in the placements that the strategy says; those of a kind have been `convert`."""
         found = []
         for i, spec in enumerate(self.call.outputs):
@@ -136,7 +149,7 @@ class _Writer:
 
     # The three kinds
 
-    def _ulysses(self) -> tuple[Any, ...]:
+    def _ulysses(self) -> Emitted:
         heads = Shard(_HEADS)
         for place, look in self.signature.inputs:
             node = self._get(place)
@@ -151,7 +164,7 @@ class _Writer:
         result = self.b.call(self.call.op, *self.args, **self.kwargs)
         return self._outputs(result, dict.fromkeys((Q, K, LSE), heads))
 
-    def _gather(self) -> tuple[Any, ...]:
+    def _gather(self) -> Emitted:
         for place, look in self.signature.inputs:
             if look == K:
                 self._set(place, self.b.convert(self._get(place), self.part, REPLICATE))
@@ -179,7 +192,7 @@ class _Writer:
         zeros = b.call(aten.zeros.default, b.shape(hidden), dtype=like.dtype, device=like.device)
         return b.call(aten.masked_fill.Scalar, zeros, hidden, float("-inf"))
 
-    def _ring(self) -> tuple[Any, ...]:
+    def _ring(self) -> Emitted:
         b, signature = self.b, self.signature
         form = (self.signature.is_causal(self.call), self.part.blocks, self.kwargs.get("scale"))
         query, key, value = (self._get(signature.query + i) for i in range(3))
@@ -190,9 +203,9 @@ class _Writer:
         if signature.backward:
             grad, _, out, lse = (self._get(place) for place, look in signature.inputs if look in (Q, LSE))
             lse = b.call(aten.squeeze.dim, lse, 3) if len(b.shape(lse)) == 4 else lse
-            args: tuple[Any, ...] = (query, key, value, b.axis, form, mask, grad, out, lse)
+            args: Args = (query, key, value, b.axis, form, mask, grad, out, lse)
             held += sum(each.numel() * comm_ops.summed_dtype(each.dtype).itemsize for each in passed)
-            results: tuple[Any, ...] = tuple(b.value(each) for each in (query, key, value))
+            results: tuple[Tensor, ...] = tuple(b.value(each) for each in (query, key, value))
             made = b.node(comm_ops.ring_attention_backward, args, {}, results, held, "keys, values and their gradients")
         else:
             like, shape = b.value(query), b.shape(query)

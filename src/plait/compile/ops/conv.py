@@ -13,9 +13,13 @@ from torch import Tensor
 
 from plait.compile.ops.base import (
     REPLICATE,
+    Args,
     Builder,
     Call,
+    Emit,
+    Emitted,
     Factor,
+    Kwargs,
     OpSpec,
     Partial,
     Placement,
@@ -66,18 +70,18 @@ def _forward(call: Call, given: Placements, size: int) -> list[Strategy]:
     return found
 
 
-def _emit_of(kind: str) -> Any:
+def _emit_of(kind: str) -> Emit | None:
     return {CHANNELS: _emit_terms, GROUPS: _emit_groups}.get(kind)
 
 
-def _emit_terms(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_terms(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     """Partial sums over input channels; the bias is divided among the ranks, so that it counts once."""
     if args[2] is not None:
         args = put(args, 2, builder.call(aten.div.Scalar, args[2], builder.size))
     return builder.call(call.op, *args)
 
 
-def _emit_groups(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_groups(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     return builder.call(call.op, *put(args, 8, args[8] // builder.size))
 
 
@@ -105,16 +109,16 @@ def _backward(call: Call, given: Placements, size: int) -> list[Strategy]:
     return found
 
 
-def _emit_backward_of(kind: str) -> Any:
+def _emit_backward_of(kind: str) -> Emit | None:
     return {FILTERS: _emit_filters_backward, GROUPS: _emit_groups_backward}.get(kind)
 
 
-def _emit_filters_backward(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_filters_backward(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     sizes = None if args[3] is None else [n // builder.size for n in args[3]]
     return builder.call(call.op, *put(args, 3, sizes))
 
 
-def _emit_groups_backward(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_groups_backward(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     return _emit_filters_backward(builder, call, strategy, put(args, 9, args[9] // builder.size), kwargs)
 
 
@@ -122,7 +126,7 @@ register(*overloads("convolution"), spec=OpSpec(strategies=_forward, linear=_gro
 register(*overloads("convolution_backward"), spec=OpSpec(strategies=_backward, linear=first_operand))
 
 
-def _of_a_library(transposed: bool, bias: bool) -> Callable[..., Any]:
+def _of_a_library(transposed: bool, bias: bool) -> Callable[..., Tensor]:
     """At capture: a convolution of cuDNN or MIOpen, (x, weight, [bias], padding, [output_padding], stride, dilation,
     groups, ...), without its way of choosing a kernel."""
 

@@ -8,8 +8,11 @@ from typing import Any
 
 from plait.compile.ops.base import (
     REPLICATE,
+    Args,
     Builder,
     Call,
+    Emitted,
+    Kwargs,
     OpSpec,
     Partial,
     Placements,
@@ -51,7 +54,7 @@ def _new(call: Call, given: Placements, size: int) -> list[Strategy]:
     return found
 
 
-def _emit_new(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_new(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     (out,), spec = strategy.outputs, call.outputs[0]
     assert spec is not None
     part = out.dim if isinstance(out, Shard) else None
@@ -59,7 +62,7 @@ def _emit_new(builder: Builder, call: Call, strategy: Strategy, args: Any, kwarg
     return builder.call(call.op, args[0], sizes, *args[2:], **kwargs)
 
 
-def _emit_new_strided(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_new_strided(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     """new_empty_strided(x, sizes, strides): a part has the same order of dims in memory, without holes."""
     (out,) = strategy.outputs
     part = out.dim if isinstance(out, Shard) else None
@@ -87,7 +90,7 @@ def _arange(call: Call, given: Placements, size: int) -> list[Strategy]:
     return [Strategy((), (Shard(0),))]
 
 
-def _emit_arange(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_arange(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     start, step = _arange_bounds(call)
     out = call.outputs[0]
     assert out is not None
@@ -114,7 +117,7 @@ def _anything(call: Call, given: Placements, size: int) -> list[Strategy]:
     return [Strategy(given, (REPLICATE,) * len(call.outputs), _emit_assert)]
 
 
-def _emit_assert(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_assert(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     """Only the dtype of a part equals that of the whole."""
     return builder.call(call.op, args[0], None, None, call.arg(3, "dtype"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -16,7 +15,7 @@ _TENSORS = ("Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]
 _texts: dict[OpOverload, str] = {}  # by op, for rows that are made here
 
 
-def op_rule(op: Any, text: str) -> None:
+def op_rule(op: object, text: str) -> None:
     """Declare which dims of a custom op may be sharded, so that it runs on parts of its tensors instead of whole ones.
 
     Args:
@@ -46,7 +45,7 @@ def op_rule(op: Any, text: str) -> None:
     _texts[found] = text
 
 
-def _overload(op: Any) -> OpOverload:
+def _overload(op: object) -> OpOverload:
     """The overload that `op` means. Raises LayoutError if there is none, or if there are several."""
     given = op
     if isinstance(op, str):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
-from plait.compile.ops.base import REPLICATE, Call, Factor, Placement, Shard, Strategy, TensorSpec, by_number
+from plait.compile.ops.base import REPLICATE, Args, Call, Factor, Placement, Shard, Strategy, TensorSpec, by_number
 from plait.spec.layout import Blocks
 
 aten = torch.ops.aten
+Dims = int | Sequence[int] | None  # of a reduction, as a graph has them
 HALF = (torch.bfloat16, torch.float16)
 
 
-def overloads(*names: str) -> list[Any]:
+def overloads(*names: str) -> list[OpOverload]:
     """ATen overloads by name (`add.Tensor`; `.default` may be left out), without those that this torch lacks."""
     found = []
     for name in names:
@@ -30,7 +31,7 @@ def positive(dim: int, ndim: int) -> int:
     return dim % ndim if ndim else 0
 
 
-def dims_of(dims: Any, ndim: int) -> tuple[int, ...]:
+def dims_of(dims: Dims, ndim: int) -> tuple[int, ...]:
     """Dims counted from the left; all of them for None or an empty list."""
     if dims is None or (isinstance(dims, Sequence) and not dims):
         return tuple(range(ndim))
@@ -110,7 +111,7 @@ def all_operands(call: Call) -> list[tuple[int, ...]]:
     return [tuple(range(len(call.inputs)))] if call.inputs else []
 
 
-def put(args: tuple[Any, ...], position: int, value: Any) -> tuple[Any, ...]:
+def put(args: Args, position: int, value: object) -> Args:
     """The arguments with one replaced."""
     return (*args[:position], value, *args[position + 1 :])
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_c
 
 from plait.compile.ops.attention import QUERIES, attention_strategies
 from plait.compile.ops.attention_signature import LSE, MASK, OTHER, K, Q, Signature
-from plait.compile.ops.base import Builder, Call, OpSpec, Shard, Strategy, register
+from plait.compile.ops.base import Args, Builder, Call, Emit, Emitted, Kwargs, OpSpec, Shard, Strategy, register
 from plait.compile.ops.dims import HALF, first_operand, put, widened
 from plait.compile.ops.draw import DrawCut, fill, kept_by
 
@@ -196,7 +196,7 @@ def dropped_attention(
 
 
 @dropped_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     return _empty_output(query, value), _sums_of(query)
 
 
@@ -240,18 +240,20 @@ def dropped_attention_backward(
 
 
 @dropped_attention_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: object
+) -> tuple[Tensor, ...]:
     dmask = torch.empty_like(mask) if rest[-1] and mask is not None else query.new_empty(0)
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), dmask
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: Args, output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.rate, ctx.causal, ctx.scale, ctx.cuts = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:
     numbers = ctx.rate, ctx.causal, ctx.scale, ctx.cuts
     wants_mask = ctx.needs_input_grad[3]
     *found, dmask = dropped_attention_backward(grad, *ctx.saved_tensors, *numbers, wants_mask)
@@ -261,10 +263,10 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 dropped_attention.register_autograd(_backward, setup_context=_keep)
 
 
-def _emit(position: int) -> Callable[..., Any]:
+def _emit(position: int) -> Emit:
     """The same op with one more cut, among the arguments at `position`."""
 
-    def emit(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def emit(b: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
         part = strategy.inputs[0]  # of the queries or their gradient
         assert isinstance(part, Shard)
         return b.call(call.op, *put(args, position, [*args[position], b.coordinate(), b.size, part.dim, part.blocks]))
@@ -293,12 +295,17 @@ register(
 
 
 @register_flop_formula(_FORWARD.overloadpacket)
-def _(query: Any, key: Any, value: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
+def _(
+    query: torch.Size, key: torch.Size, value: torch.Size, *rest: object, out_shape: object = None, **_: object
+) -> int:
     return int(sdpa_flop_count(_alike(query, query), _alike(query, key), _alike(query, value)))
 
 
 @register_flop_formula(_BACKWARD.overloadpacket)
-def _(grad: Any, query: Any, key: Any, value: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
+def _(
+    grad: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *rest: object, out_shape: object = None,
+    **_: object,
+) -> int:  # fmt: skip
     shapes = (_alike(query, grad), _alike(query, query), _alike(query, key), _alike(query, value))
     return int(sdpa_backward_flop_count(*shapes))
 
@@ -347,8 +354,9 @@ class DrawnDropout(TorchFunctionMode):
 
 
 def _rate(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, **_: Any
-) -> float:
+    query: object, key: object, value: object, attn_mask: object = None, dropout_p: float = 0.0,
+    is_causal: bool = False, **_: object,
+) -> float:  # fmt: skip
     return dropout_p
 
 

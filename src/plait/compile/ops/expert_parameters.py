@@ -11,12 +11,23 @@ place of `stack` and `select`, for which no axis has such strategies.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.compile.ops.base import Builder, Call, Factor, OpSpec, Placements, Shard, Strategy, register
+from plait.compile.ops.base import (
+    Args,
+    Builder,
+    Call,
+    Emitted,
+    Factor,
+    Kwargs,
+    OpSpec,
+    Placements,
+    Shard,
+    Strategy,
+    register,
+)
 from plait.compile.ops.dims import all_operands, aten, first_operand
 from plait.spec.layout import Only
 
@@ -48,7 +59,7 @@ def _stack_on_ranks(call: Call, given: Placements, size: int) -> list[Strategy]:
     return [Strategy(owners, (Shard(0),), _emit_stack)] if num % size == 0 and tuple(given) == owners else []
 
 
-def _emit_stack(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _emit_stack(b: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     (parameters,) = args
     each = len(parameters) // b.size
     parts = []
@@ -63,7 +74,7 @@ def _take_on_rank(call: Call, given: Placements, size: int) -> list[Strategy]:
     return [Strategy((Shard(0),), (owner_of(number, num, size),), _emit_take)] if num % size == 0 else []
 
 
-def _emit_take(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _emit_take(b: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     stacked, number = args
     return b.call(aten.select.int, stacked, 0, number % b.shape(stacked)[0])
 

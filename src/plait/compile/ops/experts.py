@@ -25,12 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph
+from torch.fx.node import Target
 from torch.utils.flop_counter import register_flop_formula
 
 from plait.compile.ops.base import (
+    Args,
     Builder,
     Call,
+    Emitted,
     Factor,
+    Kwargs,
     OpSpec,
     Partial,
     Placements,
@@ -314,7 +318,7 @@ def _(rows: Tensor, ids: Tensor, num_experts: int, axis: str = "", parts: int = 
     return rows.new_empty(num_experts, *rows.shape[1:])
 
 
-def _keep_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep_product(ctx: Any, inputs: Args, output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
 
 
@@ -325,7 +329,7 @@ def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return dx, expert_outer(x, grad, ids, len(weight)) if wants_weight else None, None, None, None
 
 
-def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep_sum(ctx: Any, inputs: Args, output: Tensor) -> None:
     ctx.save_for_backward(*inputs[1:4])
 
 
@@ -337,7 +341,7 @@ def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return dbias, dx, expert_outer(x, grad, ids, len(weight)) if wants_weight else None, None, None, None
 
 
-def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep_rows(ctx: Any, inputs: Args, output: Tensor) -> None:
     ctx.save_for_backward(inputs[1])
     ctx.num_experts = len(inputs[0])
 
@@ -355,7 +359,7 @@ EXPERT_MM, EXPERT_ADDMM, EXPERT_OUTER = expert_mm._opoverload, expert_addmm._opo
 EXPERT_ROWS, EXPERT_SUMS = expert_rows._opoverload, expert_sums._opoverload
 
 
-def axis_of(args: Sequence[Any], op: Any) -> tuple[str, int]:
+def axis_of(args: Args, op: Target) -> tuple[str, int]:
     """The axis whose ranks each have a part of the experts, and the number of parts; ("", 1) for a call that has all
     experts. The number is 0 until the axis is applied."""
     rest = args[_WHERE[op] :]
@@ -370,8 +374,8 @@ def mark_experts(graph: Graph, axis: str) -> None:
 
 
 # Positions of `axis` and of `ids`.
-_WHERE: dict[Any, int] = {EXPERT_MM: 3, EXPERT_ADDMM: 4, EXPERT_OUTER: 4, EXPERT_ROWS: 2, EXPERT_SUMS: 3}
-IDS: dict[Any, int] = {EXPERT_MM: 2, EXPERT_ADDMM: 3, EXPERT_OUTER: 2, EXPERT_ROWS: 1, EXPERT_SUMS: 1}
+_WHERE: dict[Target, int] = {EXPERT_MM: 3, EXPERT_ADDMM: 4, EXPERT_OUTER: 4, EXPERT_ROWS: 2, EXPERT_SUMS: 3}
+IDS: dict[Target, int] = {EXPERT_MM: 2, EXPERT_ADDMM: 3, EXPERT_OUTER: 2, EXPERT_ROWS: 1, EXPERT_SUMS: 1}
 
 
 def _cut_experts(call: Call, given: Placements, size: int) -> list[Strategy]:
@@ -387,7 +391,7 @@ def _unmarked(rule: Callable[[Call], Sequence[Any]]) -> Callable[[Call], Sequenc
     return lambda call: () if axis_of(call.args, call.op)[0] else rule(call)
 
 
-def _emit(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _emit(b: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     """The same call, of a part of the experts. Rows travel as compile/passes/group_experts.py writes it."""
     first = list(args[: _WHERE[call.op]])
     if isinstance(first[-1], int):
@@ -413,7 +417,7 @@ def _cut_sums(call: Call, given: Placements, size: int) -> list[Strategy]:
     return [replace(each, emit=_emit_share) for each in cut]
 
 
-def _emit_share(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _emit_share(b: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     return b.call(call.op, b.call(torch.ops.aten.div.Scalar, args[0], b.size), *args[1:])
 
 
@@ -448,15 +452,18 @@ register(RANK_COUNTS, spec=OpSpec(ties=True, by_device=True))
 
 
 @register_flop_formula([EXPERT_MM.overloadpacket, GROUPED_MM.overloadpacket])
-def _(x: Any, weight: Any, ids: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
+def _(x: torch.Size, weight: torch.Size, ids: torch.Size, *rest: object, out_shape: object = None, **_: object) -> int:
     return int(2 * x[0] * x[1] * weight[2])
 
 
 @register_flop_formula([EXPERT_ADDMM.overloadpacket, GROUPED_ADDMM.overloadpacket])
-def _(bias: Any, x: Any, weight: Any, ids: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
+def _(
+    bias: torch.Size, x: torch.Size, weight: torch.Size, ids: torch.Size, *rest: object, out_shape: object = None,
+    **_: object,
+) -> int:  # fmt: skip
     return int(2 * x[0] * x[1] * weight[2])
 
 
 @register_flop_formula([EXPERT_OUTER.overloadpacket, GROUPED_OUTER.overloadpacket])
-def _(x: Any, grad: Any, ids: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
+def _(x: torch.Size, grad: torch.Size, ids: torch.Size, *rest: object, out_shape: object = None, **_: object) -> int:
     return int(2 * x[0] * x[1] * grad[1])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -56,7 +56,7 @@ class WrittenOut(TorchFunctionMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         self._entered.close()
 
@@ -87,7 +87,9 @@ def _written(op: HigherOrderOperator) -> Callable[..., Any]:
     return lambda *args, **kwargs: found(*args[:2], **dict(zip(names, args[2:], strict=False)), **kwargs)
 
 
-def _scanned(step: Callable[..., Any], init: Any, xs: Any, additional_inputs: Any = ()) -> tuple[Any, ...]:
+def _scanned(
+    step: Callable[..., Any], init: Sequence[Tensor], xs: Sequence[Tensor], additional_inputs: Sequence[Tensor] = ()
+) -> tuple[Tensor | None, ...]:
     """The steps of a scan over dim 0, and stacks of their results: torch's own definition writes these to tensors."""
     carry, rows = tuple(init), []
     for i in range(xs[0].shape[0]):

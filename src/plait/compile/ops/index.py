@@ -20,9 +20,12 @@ from torch.fx import Node
 
 from plait.compile.ops.base import (
     REPLICATE,
+    Args,
     Builder,
     Call,
+    Emitted,
     Factor,
+    Kwargs,
     OpSpec,
     Partial,
     Placements,
@@ -89,7 +92,7 @@ def _embedding_rows(call: Call, given: Placements, size: int) -> list[Strategy]:
     ]
 
 
-def _emit_embedding_rows(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_embedding_rows(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     (rows, _) = strategy.inputs
     assert isinstance(rows, Shard)
     local, outside = local_index(builder, args[1], call.inputs[0].shape[0], rows.blocks)
@@ -116,7 +119,9 @@ def _embedding_backward_rows(call: Call, given: Placements, size: int) -> list[S
     return [Strategy((REPLICATE, REPLICATE), (Shard(0),), _emit_embedding_backward_rows)]
 
 
-def _emit_embedding_backward_rows(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_embedding_backward_rows(
+    builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs
+) -> Emitted:
     grad, ids, length, padding, scale = args
     local, outside = local_index(builder, ids, length, 1)
     if padding >= 0:
@@ -158,7 +163,7 @@ def _gather_along(call: Call, given: Placements, size: int) -> list[Strategy]:
     ]
 
 
-def _emit_gather_along(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_gather_along(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     (part, _) = strategy.inputs
     assert isinstance(part, Shard)
     local, outside = local_index(builder, args[2], call.inputs[0].shape[part.dim], part.blocks)
@@ -213,7 +218,7 @@ def _scatter_along(call: Call, given: Placements, size: int) -> list[Strategy]:
     return found
 
 
-def _emit_scatter_along(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_scatter_along(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     part = strategy.inputs[0]
     assert isinstance(part, Shard)
     local, outside = local_index(builder, args[2], call.inputs[0].shape[part.dim], part.blocks)
@@ -225,7 +230,7 @@ def _emit_scatter_along(builder: Builder, call: Call, strategy: Strategy, args: 
     return with_spare_row(builder, args[0], part.dim, write)
 
 
-def _emit_add_terms(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_add_terms(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     return builder.call(call.op, counted_once(builder, args[0]), *args[1:], **kwargs)
 
 
@@ -259,27 +264,27 @@ def _fill_factors(call: Call) -> list[Factor]:
 register(*overloads("index_fill.int_Scalar", "index_fill.int_Tensor"), spec=OpSpec(factors=_fill_factors))
 
 
-def _rows_read(table: Any, dim: int, index: Any) -> RowAccess | None:
+def _rows_read(table: Node, dim: int, index: Node) -> RowAccess | None:
     return RowAccess(table, (index,)) if dim == 0 else None
 
 
-def _rows_written(table: Any, dim: int, index: Any, values: Any) -> RowAccess | None:
+def _rows_written(table: Node, dim: int, index: Node, values: Node) -> RowAccess | None:
     return RowAccess(table, (index,), values) if dim == 0 else None
 
 
-def _rows_added(table: Any, dim: int, index: Any, values: Any, *, alpha: float = 1) -> RowAccess | None:
+def _rows_added(table: Node, dim: int, index: Node, values: Node, *, alpha: float = 1) -> RowAccess | None:
     return RowAccess(table, (index,), values, adds=True) if dim == 0 and alpha == 1 else None
 
 
-def _elements_read(table: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> RowAccess | None:
+def _elements_read(table: Node, dim: int, index: Node, *, sparse_grad: bool = False) -> RowAccess | None:
     return RowAccess(table, (index,), by_element=True) if dim == 0 else None
 
 
-def _elements_written(table: Any, dim: int, index: Any, values: Any) -> RowAccess | None:
+def _elements_written(table: Node, dim: int, index: Node, values: Node) -> RowAccess | None:
     return RowAccess(table, (index,), values, by_element=True) if dim == 0 else None
 
 
-def _elements_added(table: Any, dim: int, index: Any, values: Any) -> RowAccess | None:
+def _elements_added(table: Node, dim: int, index: Node, values: Node) -> RowAccess | None:
     return RowAccess(table, (index,), values, adds=True, by_element=True) if dim == 0 else None
 
 

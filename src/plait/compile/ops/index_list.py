@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
 
 from plait.compile.ops.base import (
     REPLICATE,
+    Args,
     Builder,
     Call,
+    Emitted,
     Factor,
+    Kwargs,
     OpSpec,
     Partial,
     Placements,
@@ -92,7 +94,7 @@ def _along(call: Call, given: Placements, size: int) -> list[Strategy]:
     ]
 
 
-def _localised(builder: Builder, call: Call, args: Any, part: Shard, spare: int) -> tuple[list[Any], Node]:
+def _localised(builder: Builder, call: Call, args: Args, part: Shard, spare: int) -> tuple[list[Node | None], Node]:
     """The index list with the indices of the sharded dim made local; those outside become `spare`."""
     length = call.inputs[0].shape[part.dim]
     index = builder.call(aten.remainder.Scalar, args[1][part.dim], length)  # counted from the left
@@ -100,7 +102,7 @@ def _localised(builder: Builder, call: Call, args: Any, part: Shard, spare: int)
     return [masked(builder, local, outside, spare) if d == part.dim else i for d, i in enumerate(args[1])], outside
 
 
-def _emit_along(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_along(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     access, part, out = _access(call), strategy.inputs[0], call.outputs[0]
     assert access is not None and isinstance(part, Shard) and out is not None
     indices, outside = _localised(builder, call, args, part, 0)
@@ -111,13 +113,13 @@ def _emit_along(builder: Builder, call: Call, strategy: Strategy, args: Any, kwa
     return builder.call(aten.masked_fill.Scalar, found, outside, 0)
 
 
-def _rows(indices: Sequence[Any]) -> tuple[Any, ...] | None:
+def _rows(indices: Sequence[Node | None]) -> tuple[Node, ...] | None:
     """The indices, if they are those of the first dims."""
     given = tuple(i for i in indices if i is not None)
     return given if given and all(i is not None for i in indices[: len(given)]) else None
 
 
-def _rows_read(table: Any, indices: Sequence[Any]) -> RowAccess | None:
+def _rows_read(table: Node, indices: Sequence[Node | None]) -> RowAccess | None:
     rows = _rows(indices)
     return RowAccess(table, rows) if rows is not None else None
 
@@ -166,7 +168,7 @@ def _put_along(call: Call, given: Placements, size: int) -> list[Strategy]:
     return found
 
 
-def _emit_put_along(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_put_along(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     part = strategy.inputs[0]
     assert isinstance(part, Shard)
     indices, _ = _localised(builder, call, args, part, builder.shape(args[0])[part.dim])
@@ -177,7 +179,7 @@ def _emit_put_along(builder: Builder, call: Call, strategy: Strategy, args: Any,
     return with_spare_row(builder, args[0], part.dim, write)
 
 
-def _emit_put_terms(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_put_terms(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     return builder.call(call.op, *put(args, 0, counted_once(builder, args[0])), **kwargs)
 
 
@@ -185,7 +187,9 @@ def _put_groups(call: Call) -> Sequence[tuple[int, ...]]:
     return [(0, len(call.inputs) - 1)]
 
 
-def _rows_written(table: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> RowAccess | None:
+def _rows_written(
+    table: Node, indices: Sequence[Node | None], values: Node, accumulate: bool = False
+) -> RowAccess | None:
     rows = _rows(indices)
     return RowAccess(table, rows, values, adds=accumulate) if rows is not None else None
 

@@ -14,23 +14,27 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from plait.compile.ops import comm_ops
 from plait.compile.ops.base import (
     REPLICATE,
+    Args,
     Builder,
     Call,
+    Emitted,
     Factor,
+    Kwargs,
     OpSpec,
     Partial,
     Placement,
     Placements,
     Shard,
     Strategy,
+    TensorSpec,
     register,
 )
 from plait.compile.ops.dims import first_operand
@@ -92,7 +96,7 @@ def state_of_rank(states: Tensor, index: int, rank: int) -> Tensor:
     return states[index % num].clone() if index // num == rank else torch.zeros_like(states[0])
 
 
-def _along(call: Call, tensors: Sequence[Any], shape: Sequence[int]) -> list[Factor]:
+def _along(call: Call, tensors: Sequence[TensorSpec | None], shape: Sequence[int]) -> list[Factor]:
     """The dims of a state of this shape, which are the last dims of all tensors; a tensor may have 1 of a dim."""
     specs = [spec for spec in tensors if spec is not None]
     factors = []
@@ -115,7 +119,7 @@ def _strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
     return [Strategy(inputs + (() if first is None else (REPLICATE,)), (Shard(0),), _emit, sends=True)]
 
 
-def _emit(builder: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _emit(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     a, b, first, reverse = args
     if a is None:
         factor, term = None, builder.call(state_at, b, 0 if reverse else builder.shape(b)[0] - 1)
@@ -139,7 +143,7 @@ def _joined(call: Call, given: Placements, size: int) -> list[Strategy]:
     return found
 
 
-def _passed(builder: Builder, term: Any, axis: str, *rest: Any) -> Any:
+def _passed(builder: Builder, term: Node, axis: str, *rest: object) -> Node:
     value = builder.value(term)
     num_bytes = value.numel() * value.element_size()
     return builder.node(
@@ -153,7 +157,7 @@ def _at_rank(call: Call, given: Placements, size: int) -> list[Strategy]:
     return [Strategy((Shard(0),), (Partial(),), _emit_at_rank)]
 
 
-def _emit_at_rank(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _emit_at_rank(b: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     return b.call(state_of_rank, *args, b.coordinate())
 
 

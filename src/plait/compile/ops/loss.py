@@ -19,9 +19,13 @@ from torch.nn import _reduction
 import plait.compile.ops.loss  # noqa: F401  (defines ops)
 from plait.compile.ops.base import (
     REPLICATE,
+    Args,
     Builder,
     Call,
+    Emit,
+    Emitted,
     Factor,
+    Kwargs,
     OpSpec,
     Partial,
     Placement,
@@ -61,7 +65,7 @@ def ctc_loss(
 
 
 @ctc_loss.register_fake
-def _(log_probs: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _(log_probs: Tensor, targets: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     num_steps, num_samples, _ = log_probs.shape
     return (
         log_probs.new_empty(num_samples),
@@ -90,11 +94,11 @@ def ctc_loss_backward(
 
 
 @ctc_loss_backward.register_fake
-def _(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
+def _(grad: Tensor, log_probs: Tensor, *rest: object) -> Tensor:
     return torch.empty_like(log_probs)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: Args, output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.blank, ctx.zero_infinity = inputs
     ctx.save_for_backward(*tensors, *output)
 
@@ -111,8 +115,8 @@ ctc_loss.register_autograd(_backward, setup_context=_keep)
 def with_lengths(
     log_probs: Tensor,
     targets: Tensor,
-    input_lengths: Any,
-    target_lengths: Any,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
     blank: int = 0,
     reduction: str | int = "mean",
     zero_infinity: bool = False,
@@ -156,10 +160,10 @@ def _loss_factors(at: int) -> Callable[[Call], Sequence[Factor]]:
     return factors
 
 
-def _emit_mean(at: int) -> Any:
+def _emit_mean(at: int) -> Emit:
     """Each rank's part is a mean over its own elements, of which there are `size` times fewer."""
 
-    def emit(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+    def emit(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
         out = builder.call(call.op, *args, **kwargs)
         cut = any(isinstance(p, Shard) for p in (*strategy.inputs, *strategy.outputs))
         if call.arg(at, "reduction", MEAN) != MEAN or not cut:
@@ -246,7 +250,7 @@ def _nll_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
     return found
 
 
-def _emit_nll_classes(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_nll_classes(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     """Every rank looks up the targets among its classes; other targets count zero on it."""
     scores, target, weight, reduction, ignore = args
     counts, index, nothing, dim = _targets_here(builder, call, strategy, 0, (scores, target, weight, ignore))
@@ -326,7 +330,7 @@ def _nll_backward_strategies(call: Call, given: Placements, size: int) -> list[S
     return found
 
 
-def _emit_nll_backward_classes(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_nll_backward_classes(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     grad, scores, target, weight, reduction, ignore, total = args
     counts, index, nothing, dim = _targets_here(builder, call, strategy, 1, (scores, target, weight, ignore))
     if reduction == MEAN:

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from plait.compile.ops.base import (
     OP_SPECS,
+    Args,
     Builder,
     Call,
+    Emitted,
     Factor,
+    Kwargs,
     OpSpec,
     Partial,
     Placements,
@@ -76,7 +79,7 @@ def _with_bias(product: str) -> OpSpec:
             for b in blocks_of(given, factor.inputs)
         ]
 
-    def emit(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+    def emit(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
         if strategy.outputs == (Partial(),) and any(isinstance(p, Shard) for p in strategy.inputs):
             kwargs = {**kwargs, "beta": kwargs.get("beta", 1) / builder.size}
         return builder.call(call.op, *args, **kwargs)
@@ -106,7 +109,7 @@ def _linear_strategies(call: Call, given: Placements, size: int) -> list[Strateg
     return [sharded_strategy(call, dims, (None,), b, Partial()) for b in blocks_of(given, dims)]
 
 
-def _emit_linear(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_linear(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     cut = strategy.outputs == (Partial(),) and any(isinstance(p, Shard) for p in strategy.inputs)
     if cut and len(args) > 2 and args[2] is not None:
         args = put(args, 2, builder.call(aten.div.Scalar, args[2], builder.size))
@@ -210,7 +213,9 @@ GROUPED_BACKWARD = OpSpec(
 )
 
 
-def _fake_grouped(a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+def _fake_grouped(
+    a: Tensor, b: Tensor, offs: Any = None, bias: object = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """Shapes of the grouped product; the op's own shape function supports bfloat16 only."""
     if a.ndim == 2 and b.ndim == 2:
         shape: tuple[int, ...] = (offs.shape[0], a.shape[0], b.shape[1])
@@ -252,7 +257,7 @@ def _points(text: str) -> Callable[[Call], Sequence[Factor]]:
     return factors
 
 
-def _emit_distances(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_distances(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     """Torch multiplies matrices where there are more than 25 points, which rounds otherwise: it does if the whole
     has."""
     num = max(s.shape[-2] for s in call.inputs)

@@ -7,8 +7,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
-from plait.compile.ops.base import Builder, Call, OpSpec, Partial, Placements, Shard, Strategy, register, state
+from plait.compile.ops.base import (
+    Args,
+    Builder,
+    Call,
+    Emitted,
+    Kwargs,
+    OpSpec,
+    Partial,
+    Placements,
+    Shard,
+    Strategy,
+    register,
+    state,
+)
 from plait.compile.ops.dims import (
     HALF,
     aten,
@@ -28,11 +42,11 @@ def statistics_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
     return x.dtype if like or x.dtype.itemsize != 2 else torch.float32
 
 
-def mixed_statistics(op: Any, weights: slice) -> Callable[..., Any]:
+def mixed_statistics(op: OpOverload, weights: slice) -> Callable[..., Any]:
     """Shapes of a norm of a half-precision tensor with float32 weights, as under autocast. On a CPU its statistics are
     float32, which the op's own shape function does not know. `weights` are the positions of weight and bias."""
 
-    def fake(*args: Any) -> Any:
+    def fake(*args: Any) -> tuple[Tensor | None, ...]:
         found = op(*args)
         mixed = any(isinstance(w, Tensor) and w.dtype != args[0].dtype for w in args[weights])
         return (found[0], *(t.float() if mixed and t.dtype in HALF else t for t in found[1:])) if mixed else found
@@ -175,7 +189,7 @@ def _group_strategies(call: Call, given: Placements, size: int) -> list[Strategy
     return found
 
 
-def _emit_group(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_group(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     first = 5 if call.op in _GROUP_BACKWARD else 3  # position of N
     part = strategy.inputs[0]
     if isinstance(part, Shard):
@@ -236,7 +250,7 @@ register(
 )
 
 
-def _fake_group_backward(grad: Tensor, x: Tensor, *args: Any) -> Any:
+def _fake_group_backward(grad: Tensor, x: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     """Shapes of the backward; the op's own shape function gives the input's gradient the dtype of the statistics."""
     found = aten.native_group_norm_backward.default(grad, x, *args)
     return (None if found[0] is None else found[0].to(x.dtype), *found[1:])

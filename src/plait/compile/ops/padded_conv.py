@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import Target
 
 from plait.compile.ops import comm_ops
 from plait.compile.ops.base import (
     REPLICATE,
+    Args,
     Builder,
     Call,
+    Emitted,
+    Kwargs,
     OpSpec,
     Partial,
     Placement,
@@ -96,7 +100,7 @@ def _forward(call: Call, given: Placements, size: int) -> list[Strategy]:
     return [Strategy((part, *rest), (part,), _emit, sends=True) for part in parts]
 
 
-def _emit(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _emit(b: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     (part,) = strategy.outputs
     assert isinstance(part, Shard)
     x, weight, bias, pads, dilation, groups = args
@@ -114,7 +118,7 @@ def _backward(call: Call, given: Placements, size: int) -> list[Strategy]:
     return found
 
 
-def _emit_backward(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _emit_backward(b: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     part = strategy.inputs[0]
     assert isinstance(part, Shard)
     grad, x, weight, sizes, pads, dilation, groups, mask = args
@@ -130,13 +134,13 @@ def _without(pads: Pads, part: Shard, shape: Sequence[int]) -> list[int]:
     return [0 if i in (at, at + 1) else n for i, n in enumerate(pads)]
 
 
-def _halo(b: Builder, x: Any, part: Shard, pads: Pads) -> Any:
+def _halo(b: Builder, x: Node, part: Shard, pads: Pads) -> Node:
     """A part with the edges of its neighbours."""
     before, after = _pads_of(pads, part.dim, len(b.shape(x)))
     return x if before == after == 0 else _edges(b, comm_ops.halo, x, part.dim, before, after, before + after)
 
 
-def _halo_sum(b: Builder, grad: Any, part: Shard, pads: Pads) -> Any:
+def _halo_sum(b: Builder, grad: Node, part: Shard, pads: Pads) -> Node:
     """The gradient of a part: the neighbours' terms for its edges are added."""
     before, after = _pads_of(pads, part.dim, len(b.shape(grad)))
     if before == after == 0:
@@ -144,7 +148,7 @@ def _halo_sum(b: Builder, grad: Any, part: Shard, pads: Pads) -> Any:
     return _edges(b, comm_ops.halo_sum, grad, part.dim, before, after, -before - after)
 
 
-def _edges(b: Builder, op: Any, x: Any, dim: int, before: int, after: int, more: int) -> Any:
+def _edges(b: Builder, op: Target, x: Node, dim: int, before: int, after: int, more: int) -> Node:
     shape = list(b.shape(x))
     each = b.value(x).numel() // shape[dim] * b.value(x).element_size()
     shape[dim] += more

@@ -6,9 +6,10 @@ be sharded over samples. The halves of a gate are blocks of its feature dim.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
+from torch._ops import OpOverload
 
 from plait.compile.ops.base import (
     REPLICATE,
@@ -38,7 +39,7 @@ from plait.compile.ops.dims import (
 )
 
 
-def tagged() -> list[Any]:
+def tagged() -> list[OpOverload]:
     """Every functional ATen overload that torch tags as pointwise."""
     found = []
     for name in dir(aten):
@@ -53,8 +54,8 @@ def tagged() -> list[Any]:
     return found
 
 
-def _makes_tensors(op: Any) -> bool:
-    def is_tensor(argument: Any) -> bool:
+def _makes_tensors(op: OpOverload) -> bool:
+    def is_tensor(argument: torch.Argument) -> bool:
         return str(argument.type) == "Tensor"
 
     return any(map(is_tensor, op._schema.arguments)) and all(map(is_tensor, op._schema.returns))
@@ -92,7 +93,7 @@ def _second_operand(call: Call) -> list[tuple[int, ...]]:
     return [(1,)] if len(call.inputs) == 2 else []
 
 
-_LINEAR: dict[Any, Any] = {
+_LINEAR: dict[OpOverload, Callable[[Call], Sequence[tuple[int, ...]]]] = {
     **dict.fromkeys(overloads("add.Tensor", "sub.Tensor", "complex"), _sum_groups),
     **dict.fromkeys(overloads("mul.Tensor", "mul.Scalar"), each_operand),
     **dict.fromkeys(overloads("div.Tensor", "div.Scalar", "true_divide.Tensor"), _quotient_groups),

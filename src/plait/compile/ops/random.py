@@ -12,14 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import Node
+from torch.fx.node import Target
+from torch.types import Device
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.compile.ops.base import (
     NO_OP_SPEC,
     OP_SPECS,
+    Args,
     Builder,
     Call,
+    Kwargs,
     OpSpec,
     Placements,
     Shard,
@@ -36,7 +41,7 @@ aten = torch.ops.aten
 Draw = Callable[..., Tensor]
 
 
-def check_random(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_random(op: Target, args: Args, kwargs: Kwargs) -> None:
     """Raise CaptureError for an op that draws random numbers without a row that says how."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return
@@ -53,7 +58,7 @@ def check_random(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
 def _fill(kind: str, *defaults: float) -> Callable[..., Tensor]:
     """x.kind_(*params)"""
 
-    def fill(draw: Draw, x: Tensor, *params: float, generator: Any = None, **named: float) -> Tensor:
+    def fill(draw: Draw, x: Tensor, *params: float, generator: torch.Generator | None = None, **named: float) -> Tensor:
         values = (*params, *named.values(), *defaults[len(params) + len(named) :])
         return x.copy_(draw(x.shape, x.dtype, x.device, kind, tuple(float(v) for v in values)))
 
@@ -63,7 +68,9 @@ def _fill(kind: str, *defaults: float) -> Callable[..., Tensor]:
 def _functional(kind: str, *defaults: float) -> Callable[..., Tensor]:
     """kind(x, *params): random numbers in the shape of x"""
 
-    def functional(draw: Draw, x: Tensor, *params: float, generator: Any = None, **named: float) -> Tensor:
+    def functional(
+        draw: Draw, x: Tensor, *params: float, generator: torch.Generator | None = None, **named: float
+    ) -> Tensor:
         values = (*params, *named.values(), *defaults[len(params) + len(named) :])
         return draw(x.shape, x.dtype, x.device, kind, tuple(float(v) for v in values))
 
@@ -73,7 +80,9 @@ def _functional(kind: str, *defaults: float) -> Callable[..., Tensor]:
 def _created(kind: str, params: tuple[float, ...]) -> Callable[..., Tensor]:
     """rand(size), randn(size)"""
 
-    def create(draw: Draw, size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    def create(
+        draw: Draw, size: Sequence[int], *, dtype: torch.dtype | None = None, device: Device = None, **_: object
+    ) -> Tensor:
         return draw(size, dtype or torch.get_default_dtype(), _device(device), kind, params)
 
     return create
@@ -82,32 +91,39 @@ def _created(kind: str, params: tuple[float, ...]) -> Callable[..., Tensor]:
 def _alike(kind: str, params: tuple[float, ...]) -> Callable[..., Tensor]:
     """rand_like(x), randn_like(x)"""
 
-    def create(draw: Draw, x: Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    def create(
+        draw: Draw, x: Tensor, *, dtype: torch.dtype | None = None, device: Device = None, **_: object
+    ) -> Tensor:
         return draw(x.shape, dtype or x.dtype, device or x.device, kind, params)
 
     return create
 
 
-def _device(device: Any) -> torch.device:
+def _device(device: Device) -> torch.device:
     return torch.device(device) if device is not None else torch.get_default_device()
 
 
-def _randint(draw: Draw, high: int, size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+def _randint(
+    draw: Draw, high: int, size: Sequence[int], *, dtype: torch.dtype | None = None, device: Device = None, **_: object
+) -> Tensor:
     return draw(size, dtype or torch.int64, _device(device), "randint", (0, high))
 
 
 def _randint_low(
-    draw: Draw, low: int, high: int, size: Any, *, dtype: Any = None, device: Any = None, **_: Any
-) -> Tensor:
+    draw: Draw, low: int, high: int, size: Sequence[int], *, dtype: torch.dtype | None = None, device: Device = None,
+    **_: object,
+) -> Tensor:  # fmt: skip
     return draw(size, dtype or torch.int64, _device(device), "randint", (low, high))
 
 
-def _randint_like(draw: Draw, x: Tensor, *ends: int, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+def _randint_like(
+    draw: Draw, x: Tensor, *ends: int, dtype: torch.dtype | None = None, device: Device = None, **_: object
+) -> Tensor:
     low, high = ends if len(ends) == 2 else (0, ends[0])
     return draw(x.shape, dtype or x.dtype, device or x.device, "randint", (low, high))
 
 
-def _random(draw: Draw, x: Tensor, *ends: int | None, **_: Any) -> Tensor:
+def _random(draw: Draw, x: Tensor, *ends: int | None, **_: object) -> Tensor:
     low = ends[0] if len(ends) == 2 and ends[0] is not None else 0
     high = ends[-1] if ends else None
     if high is None:
@@ -116,25 +132,27 @@ def _random(draw: Draw, x: Tensor, *ends: int | None, **_: Any) -> Tensor:
     return x.copy_(draw(x.shape, x.dtype, x.device, "randint", (low, high)))
 
 
-def _where_below(draw: Draw, shape: Any, p: Tensor) -> Tensor:
+def _where_below(draw: Draw, shape: Sequence[int], p: Tensor) -> Tensor:
     return draw(shape, p.dtype if p.dtype.is_floating_point else torch.float32, p.device, "uniform", (0.0, 1.0)) < p
 
 
-def _bernoulli(draw: Draw, p: Tensor, *, generator: Any = None) -> Tensor:
+def _bernoulli(draw: Draw, p: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
     return _where_below(draw, p.shape, p).to(p.dtype)
 
 
-def _bernoulli_p(draw: Draw, x: Tensor, p: float | Tensor = 0.5, *, generator: Any = None) -> Tensor:
+def _bernoulli_p(draw: Draw, x: Tensor, p: float | Tensor = 0.5, *, generator: torch.Generator | None = None) -> Tensor:
     if isinstance(p, Tensor):
         return _where_below(draw, x.shape, p).to(x.dtype)
     return draw(x.shape, x.dtype, x.device, "bernoulli", (p,))
 
 
-def _bernoulli_inplace(draw: Draw, x: Tensor, p: float | Tensor = 0.5, *, generator: Any = None) -> Tensor:
+def _bernoulli_inplace(
+    draw: Draw, x: Tensor, p: float | Tensor = 0.5, *, generator: torch.Generator | None = None
+) -> Tensor:
     return x.copy_(_bernoulli_p(draw, x, p))
 
 
-def _normal(draw: Draw, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
+def _normal(draw: Draw, mean: Tensor | float, std: Any = 1.0, *, generator: torch.Generator | None = None) -> Tensor:
     like = mean if isinstance(mean, Tensor) else std
     shape: torch.Size = torch.broadcast_shapes(getattr(mean, "shape", ()), getattr(std, "shape", ()))
     found: Tensor = draw(shape, like.dtype, like.device, "normal", (0.0, 1.0)) * std + mean
@@ -142,8 +160,9 @@ def _normal(draw: Draw, mean: Any, std: Any = 1.0, *, generator: Any = None) -> 
 
 
 def _normal_sized(
-    draw: Draw, mean: float, std: float, size: Any, *, dtype: Any = None, device: Any = None, **_: Any
-) -> Tensor:
+    draw: Draw, mean: float, std: float, size: Sequence[int], *, dtype: torch.dtype | None = None,
+    device: Device = None, **_: object,
+) -> Tensor:  # fmt: skip
     return draw(size, dtype or torch.get_default_dtype(), _device(device), "normal", (mean, std))
 
 
@@ -155,8 +174,9 @@ def _native_dropout(draw: Draw, x: Tensor, p: float, train: bool | None) -> tupl
 
 
 def _rrelu(
-    draw: Draw, x: Tensor, noise: Tensor, low: float = 1 / 8, high: float = 1 / 3, training: bool = False, _: Any = None
-) -> Tensor:
+    draw: Draw, x: Tensor, noise: Tensor, low: float = 1 / 8, high: float = 1 / 3, training: bool = False,
+    _: object = None,
+) -> Tensor:  # fmt: skip
     if not training:
         return torch.where(x > 0, x, x * ((low + high) / 2))
     slope = torch.where(x > 0, 1.0, draw(x.shape, x.dtype, x.device, "uniform", (low, high)))
@@ -164,13 +184,13 @@ def _rrelu(
     return x * slope
 
 
-def _randperm(draw: Draw, n: int, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+def _randperm(draw: Draw, n: int, *, dtype: torch.dtype | None = None, device: Device = None, **_: object) -> Tensor:
     order = torch.argsort(draw((n,), torch.float64, _device(device), "uniform", (0.0, 1.0)))
     return order.to(dtype or torch.int64)
 
 
 def _multinomial(
-    draw: Draw, p: Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None
+    draw: Draw, p: Tensor, num_samples: int, replacement: bool = False, *, generator: torch.Generator | None = None
 ) -> Tensor:
     """Without replacement by an exponential race (Efraimidis and Spirakis 2006), with it by inverting the sums."""
     if not replacement or num_samples == 1:
@@ -181,7 +201,7 @@ def _multinomial(
     return (drawn.unsqueeze(-1) >= sums.unsqueeze(-2)).sum(-1).clamp(max=p.shape[-1] - 1)
 
 
-_RANDOM: dict[Any, Callable[..., Any]] = {
+_RANDOM: dict[OpOverload, Callable[..., Any]] = {
     aten.bernoulli.default: _bernoulli,
     aten.bernoulli.p: _bernoulli_p,
     aten.bernoulli.Tensor: _bernoulli_p,
@@ -237,7 +257,7 @@ def _parts(call: Call, given: Placements, size: int) -> Sequence[Strategy]:
     return [Strategy((), (Shard(d, b),)) for d, n in enumerate(local) for b in _BLOCKS if n and n % (b * size) == 0]
 
 
-def emit_draw(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+def emit_draw(b: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Node:
     """The same draw with one more cut."""
     (placement,) = strategy.outputs
     *head, cuts = args if len(args) == 8 else (*args, ())
@@ -265,7 +285,7 @@ class GlobalRandom(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         self._modes.pop().close()
 
@@ -283,7 +303,7 @@ class GlobalRandom(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _draw(
-        self, shape: Any, dtype: torch.dtype, device: torch.device, kind: str, params: tuple[float, ...]
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, kind: str, params: tuple[float, ...]
     ) -> Tensor:
         self._index += 1
         return draw(self._key, self._index - 1, tuple(shape), dtype, device, kind, params)

@@ -14,8 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.compile.ops.base import Builder, Call, Factor, OpSpec, Partial, Placements, Shard, Strategy, register, state
-from plait.compile.ops.dims import aten, blocks_of, dims_of, first_operand, overloads, positive, widened
+from plait.compile.ops.base import (
+    Args,
+    Builder,
+    Call,
+    Emitted,
+    Factor,
+    Kwargs,
+    OpSpec,
+    Partial,
+    Placements,
+    Shard,
+    Strategy,
+    register,
+    state,
+)
+from plait.compile.ops.dims import Dims, aten, blocks_of, dims_of, first_operand, overloads, positive, widened
+
+_Moments = Tensor | tuple[Tensor, Tensor]
+_Finish = Callable[[Tensor, Tensor], _Moments]
 
 
 @functools.cache
@@ -53,7 +70,7 @@ def _summed(reduce: str) -> Callable[[Call], Sequence[Factor]]:
     return factors
 
 
-def _emit_mean(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_mean(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     """The parts are equal, so that the mean is the mean of their means."""
     local = builder.call(call.op, *args, **kwargs)
     return builder.call(aten.div.Scalar, local, builder.size)
@@ -63,16 +80,16 @@ def _mean_strategies(call: Call, given: Placements, size: int) -> list[Strategy]
     return [Strategy((Shard(d, b),), (Partial(),), _emit_mean) for d in _reduced(call) for b in blocks_of(given, (d,))]
 
 
-def _any(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+def _any(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """Whether any is not zero; unlike by a sum, an empty list of dims is no dim."""
     return x != 0 if dim == [] else torch.amax((x != 0).to(torch.int32), dims_of(dim, x.ndim), keepdim).ne(0)
 
 
-def _all(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+def _all(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     return x != 0 if dim == [] else torch.amin((x != 0).to(torch.int32), dims_of(dim, x.ndim), keepdim).ne(0)
 
 
-def _moments(x: Tensor, dim: Any, correction: float, keepdim: bool) -> tuple[Tensor, Tensor]:
+def _moments(x: Tensor, dim: Dims, correction: float, keepdim: bool) -> tuple[Tensor, Tensor]:
     dims = dims_of(dim, x.ndim)
     count = math.prod(x.shape[d] for d in dims)
     # Less one of the values, so that equal values have a variance of exactly 0, as by PyTorch's kernels: there the
@@ -87,11 +104,11 @@ def _moments(x: Tensor, dim: Any, correction: float, keepdim: bool) -> tuple[Ten
     return var, mean if keepdim else mean.squeeze(dims)
 
 
-def _of_moments(finish: Callable[[Tensor, Tensor], Any], by_correction: bool) -> Callable[..., Any]:
-    def corrected(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+def _of_moments(finish: _Finish, by_correction: bool) -> Callable[..., _Moments]:
+    def corrected(x: Tensor, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False) -> _Moments:
         return finish(*_moments(x, dim, 1 if correction is None else correction, keepdim))
 
-    def unbiased(x: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False) -> Any:
+    def unbiased(x: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False) -> _Moments:
         if isinstance(dim, bool):  # the overload without a dim
             dim, unbiased = None, dim
         return finish(*_moments(x, dim, int(unbiased), keepdim))
@@ -99,7 +116,7 @@ def _of_moments(finish: Callable[[Tensor, Tensor], Any], by_correction: bool) ->
     return corrected if by_correction else unbiased
 
 
-_FINISH: dict[str, Callable[[Tensor, Tensor], Any]] = {
+_FINISH: dict[str, _Finish] = {
     "var": lambda var, mean: var,
     "std": lambda var, mean: var.sqrt(),
     "var_mean": lambda var, mean: (var, mean),
@@ -108,7 +125,7 @@ _FINISH: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def _vector_norm(
-    x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     dims = dims_of(dim, x.ndim)
     x = x if dtype is None else x.to(dtype)
@@ -125,12 +142,12 @@ def _vector_norm(
 
 
 def _norm(
-    x: Tensor, p: float | None = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    x: Tensor, p: float | None = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     return _vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
 
 
-def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+def _logsumexp(x: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
     dims = dims_of(dim, x.ndim)
     top = x.amax(dims, keepdim=True)
     top = torch.where(top.abs() == math.inf, 0.0, top)

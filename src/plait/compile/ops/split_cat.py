@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from plait.compile.ops.base import (
     REPLICATE,
+    Args,
     Builder,
     Call,
+    Emitted,
     Factor,
+    Kwargs,
     OpSpec,
     Placement,
     Placements,
@@ -79,7 +81,7 @@ def _every(length: int, first: int, last: int, step: int, parts: int) -> bool:
     return step > 1 and first < step and last == length and length % (step * parts) == 0
 
 
-def _emit_slice(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_slice(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     spec = call.inputs[0]
     dim = positive(call.arg(1, "dim", 0), spec.ndim)
     first, last = _span(spec.shape[dim], call.arg(2, "start"), call.arg(3, "end"), 1)
@@ -121,7 +123,7 @@ def _pieces(length: int, dim: int, blocks: Blocks, widths: list[int]) -> tuple[P
     return tuple(found)
 
 
-def _emit_split(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_split(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     dim = positive(call.arg(2, "dim", 0), call.inputs[0].ndim)
     widths = [o.shape[dim] // builder.size for o in call.outputs if o is not None]
     return builder.call(aten.split_with_sizes.default, args[0], widths, dim)
@@ -216,14 +218,14 @@ def _slice_backward_strategies(call: Call, given: Placements, size: int) -> list
     return found
 
 
-def _emit_every_backward(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_every_backward(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     sizes = list(args[1])
     dim = positive(args[2], len(sizes))
     sizes[dim] //= builder.size
     return builder.call(call.op, args[0], sizes, *args[2:])
 
 
-def _emit_slice_backward(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_slice_backward(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     sizes = list(args[1])
     dim = positive(args[2], len(sizes))
     first, last = _span(sizes[dim], args[3], args[4], args[5])
@@ -283,7 +285,7 @@ register(*overloads("slice_scatter"), spec=OpSpec(factors=_slice_scatter_factors
 register(*overloads("select_scatter"), spec=OpSpec(factors=_select_scatter_factors, linear=all_operands))
 
 
-def _off_diagonal(ndim: int, args: Sequence[Any], kwargs: dict[str, Any], first: int, default: int) -> list[int]:
+def _off_diagonal(ndim: int, args: Args, kwargs: Kwargs, first: int, default: int) -> list[int]:
     """The dims that a diagonal does not run through."""
     given = (args[first + n] if len(args) > first + n else kwargs.get(f"dim{n + 1}", default + n) for n in range(2))
     gone = {positive(d, ndim) for d in given}

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -69,7 +70,7 @@ class LargestParts(SplitSums):
         self._note(result, [part.abs().max() for part in parts if part.numel()])
         return result
 
-    def _noted(self, tensor: Any) -> Tensor | None:
+    def _noted(self, tensor: object) -> Tensor | None:
         at = tensor.untyped_storage()._cdata if torch.is_tensor(tensor) else None
         return self._largest[at][1] if at in self._largest else None
 
@@ -82,6 +83,7 @@ class LargestParts(SplitSums):
 
 _ADDITIONS = (aten.add.Tensor, aten.add_.Tensor)
 Add = Callable[[Sequence[Tensor]], Tensor]
+_Gradients = tuple[Tensor | None, ...]
 
 
 def _product(func: Callable[..., Tensor], num: int, add: Add, one: Tensor, other: Tensor) -> Tensor:
@@ -100,11 +102,13 @@ def _sum(func: Callable[..., Tensor], num: int, add: Add, x: Tensor, *how: Any) 
     return func(x, *how) if wide is None else add([func(part, *how) for part in x.chunk(num, wide)])
 
 
-def _convolution(func: Callable[..., Any], num: int, add: Add, gradient: Tensor, x: Tensor, *rest: Any) -> Any:
+def _convolution(
+    func: Callable[..., _Gradients], num: int, add: Add, gradient: Tensor, x: Tensor, *rest: Any
+) -> _Gradients:
     return _of_rows(add, [func(g, a, *rest) for g, a in zip(gradient.chunk(num), x.chunk(num), strict=True)])
 
 
-def _layer_norm(func: Callable[..., Any], num: int, add: Add, *args: Any) -> Any:
+def _layer_norm(func: Callable[..., _Gradients], num: int, add: Add, *args: Any) -> _Gradients:
     gradient, x, shape, mean, rstd, *rest = args
     if x.ndim == len(shape):
         return func(*args)
@@ -112,7 +116,7 @@ def _layer_norm(func: Callable[..., Any], num: int, add: Add, *args: Any) -> Any
     return _of_rows(add, [func(g, a, shape, m, r, *rest) for g, a, m, r in cut])
 
 
-def _of_rows(add: Add, found: Sequence[tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
+def _of_rows(add: Add, found: Sequence[_Gradients]) -> _Gradients:
     """An input's gradient, concatenated from those of its rows, and weights' gradients, summed."""
     of_input, *of_weights = zip(*found, strict=True)
     return (
@@ -130,7 +134,7 @@ def _rows_of_table(
     return add([func(g, i, *rest) for g, i in zip(gradient.chunk(num), ids.chunk(num), strict=True)])
 
 
-_SPLIT: dict[Any, Callable[..., Any]] = {
+_SPLIT: dict[OpOverload, Callable[..., Any]] = {
     aten.mm.default: _product,
     aten.bmm.default: _product,
     aten.addmm.default: _plus_product,

@@ -13,16 +13,18 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.compile.ops.base import (
     REPLICATE,
+    Args,
     Builder,
     Call,
+    Emitted,
     Factor,
+    Kwargs,
     OpSpec,
     Placements,
     Shard,
@@ -79,7 +81,7 @@ def _squeeze(call: Call) -> Sequence[int | None]:
     return [d for d in range(call.inputs[0].ndim) if d not in out]
 
 
-def _emit_squeeze(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_squeeze(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     """A part may have size 1 where the whole has not."""
     return builder.call(aten.squeeze.dims, args[0], _squeezed(call))
 
@@ -102,7 +104,7 @@ def _select(call: Call) -> Sequence[int | None]:
     return [d for d in range(call.inputs[0].ndim) if d != dim]
 
 
-def _diagonal_dims(args: Sequence[Any], kwargs: dict[str, Any], first: int, ndim: int) -> tuple[int, int]:
+def _diagonal_dims(args: Args, kwargs: Kwargs, first: int, ndim: int) -> tuple[int, int]:
     found = (args[first + i] if len(args) > first + i else kwargs.get(f"dim{i + 1}", i) for i in range(2))
     a, b = (positive(d, ndim) for d in found)
     return a, b
@@ -221,7 +223,7 @@ def _repeat_strategies(call: Call, given: Placements, size: int) -> list[Strateg
     return found
 
 
-def _emit_fewer(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+def _emit_fewer(builder: Builder, call: Call, strategy: Strategy, args: Args, kwargs: Kwargs) -> Emitted:
     (out,) = strategy.outputs
     assert isinstance(out, Shard)
     repeats = list(args[1])

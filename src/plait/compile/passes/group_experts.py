@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+from torch.fx.node import Target, map_arg
 
 from plait.compile.ir.calls import call_of, is_item, num_bytes, op_spec_of, output_node, tensor_inputs
 from plait.compile.ir.node_info import info_of
@@ -38,8 +38,8 @@ _aten = torch.ops.aten
 _PRODUCTS = (EXPERT_MM, EXPERT_ADDMM, EXPERT_OUTER, EXPERT_ROWS, EXPERT_SUMS)
 _GIVES_ROWS = (EXPERT_MM, EXPERT_ADDMM, EXPERT_ROWS)
 # Positions of the weights of experts, or of their number, and of the arguments that have rows.
-_EXPERTS: dict[Any, int] = {EXPERT_MM: 1, EXPERT_ADDMM: 2, EXPERT_ROWS: 0, EXPERT_OUTER: 3, EXPERT_SUMS: 2}
-_ROWS: dict[Any, tuple[int, ...]] = {
+_EXPERTS: dict[Target, int] = {EXPERT_MM: 1, EXPERT_ADDMM: 2, EXPERT_ROWS: 0, EXPERT_OUTER: 3, EXPERT_SUMS: 2}
+_ROWS: dict[Target, tuple[int, ...]] = {
     EXPERT_MM: (0,), EXPERT_ADDMM: (1,), EXPERT_ROWS: (), EXPERT_OUTER: (0, 1), EXPERT_SUMS: (0,),
 }  # fmt: skip
 

@@ -226,7 +226,7 @@ def stack_writes(graph: Graph, num: int) -> None:
     drop_dead_calls(graph)
 
 
-def _form(value: Any) -> Any:
+def _form(value: object) -> Any:
     if not isinstance(value, Node):
         return None
     tensor = value.meta["val"]

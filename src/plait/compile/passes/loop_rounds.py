@@ -73,7 +73,7 @@ class Before:
 Operand = Node | Lanes | Before
 
 
-def is_operand(value: Any) -> bool:
+def is_operand(value: object) -> bool:
     """Whether an argument of lanes is a tensor."""
     return isinstance(value, (Node, Lanes, Before))
 
@@ -86,7 +86,7 @@ class LoopRounds:
         self.home: dict[Node, tuple[Lanes, int]] = {}
         self._befores: dict[tuple[Lanes, bool], list[Before]] = {}
         self._sources: dict[tuple[Node, int, bool], Lanes] = {}
-        self._undo: list[Callable[[], Any]] = []
+        self._undo: list[Callable[[], object]] = []
 
     def follow(self, values: Sequence[RoundValue]) -> Operand | None:
         """What the values of all rounds are; None if the rounds do not do the same."""
@@ -292,7 +292,7 @@ def _repeats(node: Node) -> bool:
     return row.known and not drawn and not row.formats and row.reads == "values" and not row.batch_statistics
 
 
-def alike(node: Node, other: Any) -> bool:
+def alike(node: Node, other: object) -> bool:
     """Whether two calls do the same to their tensors, of the same shapes."""
     if not isinstance(other, Node) or other.op != "call_function" or other.target is not node.target:
         return False
@@ -305,7 +305,7 @@ def alike(node: Node, other: Any) -> bool:
     )
 
 
-def _kind(value: Any) -> Any:
+def _kind(value: object) -> Any:
     return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else type(value)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +113,7 @@ def _form(node: Node) -> Any:
 # What a round reads of the round before
 
 
-def reaches(operand: Any, target: Before) -> bool:
+def reaches(operand: object, target: Before) -> bool:
     """Whether an operand is computed from what a round reads of the round before."""
     found: list[Any] = [operand]
     seen = {id(operand)}
@@ -164,7 +164,7 @@ def _linear_places(lanes: Lanes, state: Before) -> set[int] | None:
 class OverRounds:
     """An op on the values of all rounds: of the tensors among its arguments, those that are `stacked` along dim 0."""
 
-    op: Any
+    op: Callable[..., Any]
     stacked: tuple[bool, ...]
 
     @property
@@ -217,7 +217,7 @@ def _joined(matrices: torch.Tensor) -> torch.Tensor:
     return dense.view(-1, matrices.shape[2])
 
 
-def _is_product(operand: Any) -> bool:
+def _is_product(operand: object) -> bool:
     """Whether values are products of two matrices of each round, or transposes of such."""
     if not isinstance(operand, Lanes) or operand.source is not None:
         return False
@@ -357,7 +357,7 @@ class _Writer:
         self._stacked.add(made)
         return made
 
-    def _call(self, like: Node, op: Any, *args: Any, **kwargs: Any) -> Node:
+    def _call(self, like: Node, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         with self.graph.inserting_before(self._end):
             node = self.graph.call_function(op, args, kwargs)
         given, named = map_arg((args, kwargs), lambda n: n.meta["val"])

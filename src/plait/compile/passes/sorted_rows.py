@@ -14,7 +14,6 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ def access_of(node: Node) -> RowAccess | None:
 
 def without_row_numbers(graph: Graph) -> None:
     """Write reads and writes of row i // n for each i as views, repetitions and sums of neighbours."""
-    memo: dict[Node, Any] = {}
+    memo: dict[Node, object] = {}
     for node in list(graph.nodes):
         access = access_of(node)
         if access is None or (index := _column(access)) is None:
@@ -91,7 +90,7 @@ def _column(access: RowAccess) -> tuple[Node, ...] | None:
     return (first,)
 
 
-def _times(access: RowAccess, index: tuple[Node, ...], memo: dict[Node, Any]) -> int | None:
+def _times(access: RowAccess, index: tuple[Node, ...], memo: dict[Node, object]) -> int | None:
     """How often each row of the table is meant, one after the other; None if other rows are."""
     values = [known_value(i, {}, memo) for i in index]
     shape = access.table.meta["val"].shape[: len(index)]
@@ -153,7 +152,7 @@ class _Reached:
         self._length = 0
         self._status: dict[Node, tuple[int | None, ...]] = {}
         self._orders: set[Node] = set()  # the order itself
-        self._constants: dict[Node, Any] = {}
+        self._constants: dict[Node, object] = {}
 
     def all_follow(self) -> bool:
         """Whether all that is computed from the sort is known to depend on the order only as its rows do."""

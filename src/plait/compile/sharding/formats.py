@@ -128,7 +128,7 @@ def keep_formats(graph: Graph) -> Graph:
     """
     made: dict[tuple[Node, Format], Node] = {}
 
-    def converted(node: Node, value: Any, wanted: Format | None) -> Any:
+    def converted(node: Node, value: object, wanted: Format | None) -> Any:
         if wanted is None or not isinstance(value, Node) or value.meta["val"].ndim != len(wanted.order):
             return value
         if (value, wanted) not in made:

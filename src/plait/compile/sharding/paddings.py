@@ -72,7 +72,7 @@ def _for_all(widths: Any, num: int) -> tuple[int, ...]:
     return (*widths, *[0] * (num - len(widths)))
 
 
-def _is_plain(stride: Any, transposed: Any) -> bool:
+def _is_plain(stride: Sequence[int], transposed: object) -> bool:
     return not transposed and all(step == 1 for step in stride)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+from torch.fx.node import Target, map_arg
 
 from plait.compile.ir.calls import (
     append_call,
@@ -27,6 +27,7 @@ from plait.compile.ir.calls import (
 from plait.compile.ir.node_info import NodeInfo, describe, info_of, set_info
 from plait.compile.ir.shapes import ShapeMemo, StepMode
 from plait.compile.ops import Call, Strategy, comm_ops, op_spec
+from plait.compile.ops.base import Args, Kwargs
 from plait.compile.sharding.propagate import Propagation
 from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Shard, local_shape
 
@@ -44,21 +45,19 @@ class LocalBuilder:
         self._converted: dict[tuple[Node, Placement, Placement], Node] = {}
         self._memo = memo
 
-    def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
+    def call(self, op: Target, *args: Any, **kwargs: Any) -> Node:
         real = map_arg((args, kwargs), lambda n: n.meta["val"])
-        run = op_spec(op).fake or op
+        run: Any = op_spec(op).fake or op
         schema = getattr(op, "_schema", None)
         value = run(*real[0], **real[1]) if schema is None else self._memo.call(op, *real, run)
         return self.node(op, args, kwargs, value)
 
-    def node(
-        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any, num_bytes: int = 0, what: str = ""
-    ) -> Node:
+    def node(self, op: Target, args: Args, kwargs: Kwargs, value: object, num_bytes: int = 0, what: str = "") -> Node:
         node = append_call(self.graph, op, args, kwargs)
         describe(node, self.info._replace(num_bytes=num_bytes, what=what) if num_bytes else self.info, value)
         return node
 
-    def collective(self, op: Any, tensor: Node, shape: tuple[int, ...], *args: Any, axis: str = "") -> Node:
+    def collective(self, op: Target, tensor: Node, shape: tuple[int, ...], *args: Any, axis: str = "") -> Node:
         value = self.empty(tensor.meta["val"], shape)
         return self.node(op, (tensor, axis or self.axis, *args), {}, value)
 
@@ -106,7 +105,7 @@ class LocalBuilder:
     def _convert(self, node: Node, have: Placement, want: Placement) -> Node:
         axis, size = self.axis, self.size
 
-        def emit(op: Any, shape: tuple[int, ...], *args: Any) -> Node:
+        def emit(op: Target, shape: tuple[int, ...], *args: Any) -> Node:
             return self.collective(op, node, shape, *args)
 
         shape = tuple(node.meta["val"].shape)
@@ -172,7 +171,7 @@ class Partitioner:
         graph.output(tuple(outputs))
         return graph
 
-    def _output(self, index: int, result: Any) -> Any:
+    def _output(self, index: int, result: object) -> Any:
         if not isinstance(result, Node):
             return result
         node = self.form(result, self.found.required[index])
@@ -268,7 +267,7 @@ class Partitioner:
         call = call_of(node)
         emit = strategy.emit or rule.emit
         if emit is not None:
-            result = emit(self.builder, call, strategy, args, kwargs)
+            result: Any = emit(self.builder, call, strategy, args, kwargs)
         else:
             if rule.sizes is not None:
                 args = _localise_sizes(call, strategy, args, rule.sizes, self.found.size)

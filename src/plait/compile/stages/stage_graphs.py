@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 from plait.compile.capture.captured import Output
 from plait.compile.ir.calls import (
@@ -169,7 +170,7 @@ def _split_gradients(graph: Graph, outputs: Sequence[Output]) -> list[tuple[Outp
     Changes `graph`.
     """
     (results,) = output_node(graph).args
-    found: list[tuple[Output, Any]] = []
+    found: list[tuple[Output, Argument]] = []
     for output, result in zip(outputs, results, strict=True):  # type: ignore[arg-type]
         if output.kind != "gradient" or not isinstance(result, Node):
             found.append((output, result))
@@ -248,7 +249,7 @@ def _sources(node: Node, anywhere: Collection[Node]) -> Iterable[Node]:
 
 
 def _assign(
-    graph: Graph, ends: Sequence[tuple[Output, Any]], num_stages: int, anywhere: set[Node], weights: bool
+    graph: Graph, ends: Sequence[tuple[Output, object]], num_stages: int, anywhere: set[Node], weights: bool
 ) -> dict[Node, Cell]:
     """The cell of every call that an output of the step depends on."""
     needed: set[Node] = set()
@@ -289,7 +290,7 @@ def _waited_for(cell_of: Mapping[Node, Cell], anywhere: Collection[Node]) -> set
 
 
 def _cell_of_output(
-    output: Output, result: Any, cell_of: Mapping[Node, Cell], anywhere: Collection[Node], num_stages: int
+    output: Output, result: object, cell_of: Mapping[Node, Cell], anywhere: Collection[Node], num_stages: int
 ) -> Cell:
     if isinstance(result, Node) and result in cell_of:
         return cell_of[result]

@@ -69,7 +69,7 @@ def encode(value: Any, path: str, put: Callable[[str, Any], None], depth: int = 
     )
 
 
-def decode(value: Any, get: Callable[[str], Any]) -> Any:
+def decode(value: object, get: Callable[[str], Any]) -> Any:
     """The inverse of `encode`; `get(name)` returns a tensor."""
     if isinstance(value, list):
         return [decode(item, get) for item in value]
@@ -87,7 +87,7 @@ def decode(value: Any, get: Callable[[str], Any]) -> Any:
     return _LISTS[mark]([decode(item, get) for item in value["of"]])
 
 
-def check_values(value: Any, path: str, tensors: Container[str], where: str, depth: int = 0) -> None:
+def check_values(value: object, path: str, tensors: Container[str], where: str, depth: int = 0) -> None:
     """Raise CheckpointError, which names the place, for a value that `encode` cannot have made of these tensors."""
     if depth > 3 * _DEEPEST:
         raise CheckpointError(f"{where}: {path[:200]}: it is nested too deeply")
@@ -120,7 +120,7 @@ def check_values(value: Any, path: str, tensors: Container[str], where: str, dep
         raise CheckpointError(f"{where}: {path}: it is no {mark}") from None
 
 
-def tensor_names(value: Any) -> list[str]:
+def tensor_names(value: object) -> list[str]:
     """The names for which `decode` would call `get`."""
     if isinstance(value, list):
         return [name for item in value for name in tensor_names(item)]
@@ -131,7 +131,7 @@ def tensor_names(value: Any) -> list[str]:
     return [name for item in value.values() for name in tensor_names(item)]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """A number or text as its built-in type, for subclasses such as numpy.float64."""
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -172,7 +172,7 @@ def read_json(text: bytes | str, where: str) -> Any:
         raise CheckpointError(f"{where} cannot be read: {why}") from None
 
 
-def checked(form: TypeAdapter[Form], value: Any, where: str) -> Form:
+def checked(form: TypeAdapter[Form], value: object, where: str) -> Form:
     """Validate the value. Raises CheckpointError, which names the first invalid field."""
     try:
         return form.validate_python(value)
@@ -182,7 +182,7 @@ def checked(form: TypeAdapter[Form], value: Any, where: str) -> Form:
         raise CheckpointError(f"{where} is not as plait reads it: {place[:200]}: {first['msg']}") from None
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

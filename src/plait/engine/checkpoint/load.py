@@ -106,7 +106,7 @@ def look_up_weights(world: World, model: nn.Module, path: Location) -> None:
     Barrier(world).on_all_ranks("fits", lambda: _find_weights(model, _shapes_of(model), path))
 
 
-def check(run: TrainState, path: Location) -> dict[str, Any]:
+def check(run: TrainState, path: Location) -> dict[str, object]:
     """Check by the manifest alone that `load` would succeed, for a run of one rank. Returns `extra`, with names for
     tensors.
 
@@ -209,7 +209,7 @@ class _Load:
                 num_bytes = 0
         self._settle(batch, members)
 
-    def take_values(self) -> dict[str, Any]:
+    def take_values(self) -> dict[str, object]:
         """Load everything but tensors of model and optimizer. Returns what the caller saved as `extra`."""
         run, own = self._run, self._manifest.values["own"]
         common = decode(self._common, self._small.__getitem__)
@@ -263,8 +263,9 @@ class _Load:
         return found
 
     def _state_of(
-        self, parameter: nn.Parameter, before: Mapping[str, Any], group: Mapping[str, Any], batch: dict[str, Wanted]
-    ) -> dict[str, Any]:
+        self, parameter: nn.Parameter, before: Mapping[str, object], group: Mapping[str, object],
+        batch: dict[str, Wanted],
+    ) -> dict[str, object]:  # fmt: skip
         """The new state of a parameter; the tensors to be read for it are added to `batch`."""
         name, own = self._names[id(parameter)], self._manifest.values["own"]
         after: dict[str, Any] = {}
@@ -340,7 +341,7 @@ def _wanted_model(run: TrainState) -> dict[str, Wanted]:
 
 
 def _place(
-    before: Any, parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, group: Mapping[str, Any]
+    before: object, parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, group: Mapping[str, object]
 ) -> Tensor:
     """A tensor to read a parameter's state into: the existing one if it fits."""
     if torch.is_tensor(before) and not is_away(before) and tuple(before.shape) == shape and before.dtype == dtype:

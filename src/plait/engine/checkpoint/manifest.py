@@ -60,12 +60,12 @@ class FileEntry:
         """The CRC-32 of the whole file, as any tool computes it."""
         return combine_crcs(self.blocks, BLOCK, self.bytes)
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         """The entry as JSON values."""
         return {"bytes": self.bytes, "crc32": "".join(f"{crc:08x}" for crc in self.blocks), "tensors": self.tensors}
 
     @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> FileEntry:
+    def of(cls, plain: Mapping[str, object]) -> FileEntry:
         """The inverse of `plain`. Raises CheckpointError for an invalid entry."""
         return checked(_FILE, plain, "the record of a file").entry()
 

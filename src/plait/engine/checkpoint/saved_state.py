@@ -29,13 +29,13 @@ from plait.errors import CheckpointError
 from plait.optim.combined import own_values, tensors_outside_state, title_of
 
 
-def save(run: TrainState, path: Location, extra: Mapping[str, Any], keep: int, saver: Saver, wait: bool) -> None:
+def save(run: TrainState, path: Location, extra: Mapping[str, object], keep: int, saver: Saver, wait: bool) -> None:
     """Write the run's state into the folder or URL; see engine.checkpoint.write.save."""
     state = describe(run, extra)
     write.save(path, state, world=run.world, plan=str(run.plan), keep=keep, saver=saver, wait=wait)
 
 
-def describe(run: TrainState, extra: Mapping[str, Any]) -> State:
+def describe(run: TrainState, extra: Mapping[str, object]) -> State:
     """This rank's parts of the run's state, without copies.
 
     Raises CheckpointError for an optimizer that keeps tensors outside its `state`.
@@ -48,7 +48,7 @@ def describe(run: TrainState, extra: Mapping[str, Any]) -> State:
             " belong to; let it keep them in state[parameter]"
         )
     tensors: dict[str, LocalShard] = {}
-    own: dict[str, Any] = {}
+    own: dict[str, object] = {}
     means = _means(run)
     for name, parameter in held.parameters.items():
         data: Any = means.get(MODEL + name, parameter.detach())

@@ -190,7 +190,7 @@ def _with_state(run: TrainState) -> set[str]:
     return {name for name, each in zip(held.layouts, kept, strict=True) if each}
 
 
-def group_options(run: TrainState) -> list[dict[str, Any]]:
+def group_options(run: TrainState) -> list[dict[str, object]]:
     """The parameter groups with names in place of tensors, with the parameters of all ranks."""
     assert run.optimizer is not None
     names = {id(p): name for name, p in parameters_of(run.optimizer, run.held.parameters).items()}
@@ -202,7 +202,7 @@ def group_options(run: TrainState) -> list[dict[str, Any]]:
     return found
 
 
-def set_group_options(run: TrainState, saved: Sequence[Mapping[str, Any]]) -> None:
+def set_group_options(run: TrainState, saved: Sequence[Mapping[str, object]]) -> None:
     """Set the options of the parameter groups to the saved ones. Tensors among them are written in place.
 
     Raises CheckpointError for another number of groups, or for an option of another kind.
@@ -224,7 +224,7 @@ def set_group_options(run: TrainState, saved: Sequence[Mapping[str, Any]]) -> No
                 group[key] = value
 
 
-def _same_kind(saved: Any, here: Any) -> bool:
+def _same_kind(saved: object, here: object) -> bool:
     """Whether a saved option is of the same kind as the current one: a number for a number, a pair for a pair."""
     if saved is None or here is None:
         return True
@@ -235,7 +235,7 @@ def _same_kind(saved: Any, here: Any) -> bool:
     return type(saved) is type(here)
 
 
-def _own(value: Any, parameter: nn.Parameter) -> Any:
+def _own(value: object, parameter: nn.Parameter) -> Any:
     """A copy with the parameter's strides, because fused optimizers need equal strides."""
     if not torch.is_tensor(value):
         return value

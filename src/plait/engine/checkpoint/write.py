@@ -130,7 +130,7 @@ class State:
 
     tensors: dict[str, LocalShard]
     values: dict[str, Any]
-    own: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, object] = field(default_factory=dict)
 
 
 def save(
@@ -255,7 +255,7 @@ class _Save:
         records = [f"record-{rank:05d}-{name}.json" for rank in range(self._world.mesh.size)]
         tensors: dict[str, Any] = {}
         files: dict[str, FileEntry] = {}
-        own: dict[str, Any] = {}
+        own: dict[str, object] = {}
         try:
             for record in records:
                 found = json.loads(self._final.read(record))

@@ -324,7 +324,7 @@ def _check_dataset(dataset: Any, readable: bool) -> None:
         )
 
 
-def _check_stream(dataset: Any, shuffle: bool | None, num_workers: int, batch_sampler: Any) -> None:
+def _check_stream(dataset: Any, shuffle: bool | None, num_workers: int, batch_sampler: object) -> None:
     name = type(dataset).__name__
     if shuffle:
         raise DataError(f"{name} has no items by index to shuffle: let it shuffle itself, seeded alike on every rank")
@@ -337,7 +337,7 @@ def _check_stream(dataset: Any, shuffle: bool | None, num_workers: int, batch_sa
         raise DataError(f"{name} has no items by index for a batch sampler; give a batch_size")
 
 
-def _check_size(batch_size: Any) -> int:
+def _check_size(batch_size: object) -> int:
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise BatchError(f"batch_size={batch_size!r}: a batch has a whole number of rows, 1 or more")
     return batch_size

@@ -100,12 +100,12 @@ def misfit(array: object, piece: Piece) -> str:
     return ""
 
 
-def packed(value: Any) -> Any:
+def packed(value: object) -> Any:
     """A tensor of optimizer state as (array, name of its dtype); any other value unchanged."""
     return (to_array(value), torch_name(value.dtype)) if torch.is_tensor(value) else value
 
 
-def unpacked(value: Any) -> Any:
+def unpacked(value: object) -> Any:
     """The inverse of `packed`; a tensor gets memory of its own."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], np.ndarray):
         return to_tensor(value[0], getattr(torch, value[1])).clone()

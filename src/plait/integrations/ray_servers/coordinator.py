@@ -50,8 +50,8 @@ class Coordinator:
         self._unused = [0] * len(job.shards)  # by server: lost updates and refused gradients reported so far
         self._step = 0
         self._version = 0  # the version that the servers have, or have been ordered to make
-        self._values: tuple[int, tuple[Any, ...]] | None = None
-        self._notes: dict[int, list[tuple[Note, Sequence[Any]]]] = {}  # by worker: pushes that wait for their update
+        self._values: tuple[int, tuple[object, ...]] | None = None
+        self._notes: dict[int, list[tuple[Note, Sequence[object]]]] = {}  # by worker: pushes that wait for their update
         self._tasks: defaultdict[int, TaskQueue[Task]] = defaultdict(TaskQueue)  # by worker: tasks to take
         self._buffers: dict[str, np.ndarray] = {}
         self._moments: dict[str, dict[str, Any]] = {}  # newest state of a worker's own optimizer
@@ -388,7 +388,7 @@ class Coordinator:
         for tasks in self._tasks.values():
             tasks.close()
 
-    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _in_background(self, work: Coroutine[object, object, object]) -> None:
         async def guarded() -> None:
             try:
                 await work

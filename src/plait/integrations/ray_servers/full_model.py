@@ -30,7 +30,7 @@ _MOMENTUM = "momentum_buffer"  # the state of the outer optimizer
 _LARGEST = 1 << 40  # limit of the epoch, and of the items done in it
 
 
-def checked_data(extra: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def checked_data(extra: Mapping[str, object], where: str) -> Mapping[str, Any]:
     """The saved run's position in its data: epoch, items, seed and size."""
     data = extra.get("data")
     if not isinstance(data, Mapping) or not {"epoch", "items", "seed", "size"} <= set(data):
@@ -44,7 +44,7 @@ def checked_data(extra: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     return data
 
 
-def checked_tables(extra: Mapping[str, Any], specs: Sequence[TableSpec], where: str) -> dict[str, dict[str, Any]]:
+def checked_tables(extra: Mapping[str, object], specs: Sequence[TableSpec], where: str) -> dict[str, dict[str, Any]]:
     """The saved rows of the given tables, in the format of the servers' state; empty if the run had no tables."""
     found = _mapping(extra.get("tables", {}), "tables", where)
     by_name = {spec.name: spec for spec in specs}
@@ -59,11 +59,11 @@ def checked_tables(extra: Mapping[str, Any], specs: Sequence[TableSpec], where: 
     return dict(found)
 
 
-def checked_outer(extra: Mapping[str, Any], variables: Sequence[Variable], where: str) -> dict[str, dict[str, Any]]:
+def checked_outer(extra: Mapping[str, object], variables: Sequence[Variable], where: str) -> dict[str, dict[str, Any]]:
     """The state of the outer optimizer, SGD, by variable: its momentum, or empty if it has none."""
     found = _mapping(extra.get("outer", {}), "outer", where)
     forms = {v.name: torch.empty(v.shape, dtype=getattr(torch, v.dtype), device="meta") for v in variables}
-    kept: dict[str, dict[str, Any]] = {}
+    kept: dict[str, dict[str, object]] = {}
     for name, values in found.items():
         if name not in forms:
             raise CheckpointError(f"the checkpoint in {where}: outer.{_shown(name)}: the model has no such variable")
@@ -81,7 +81,7 @@ def checked_outer(extra: Mapping[str, Any], variables: Sequence[Variable], where
     return kept
 
 
-def _check_table(kept: Any, spec: TableSpec, where: str) -> None:
+def _check_table(kept: object, spec: TableSpec, where: str) -> None:
     place = f"tables.{spec.name}"
     found = _mapping(kept, place, where)
     expected = {"ids", *_KEPT[spec.optimizer]}
@@ -105,7 +105,7 @@ def _check_table(kept: Any, spec: TableSpec, where: str) -> None:
             )
 
 
-def _mapping(value: Any, place: str, where: str) -> Mapping[str, Any]:
+def _mapping(value: object, place: str, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise CheckpointError(f"the checkpoint in {where}: {place} is a {type(value).__name__}, not a table of names")
     return value
@@ -115,12 +115,12 @@ def _form(tensor: torch.Tensor) -> str:
     return f"{torch_name(tensor.dtype)}{list(tensor.shape)}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return repr(value)[:60]
 
 
 # The state of a server: values, optimizer state, tables.
-ServerState = tuple[Sequence[np.ndarray], Mapping[str, Mapping[str, Any]], Mapping[str, Mapping[str, Any]]]
+ServerState = tuple[Sequence[np.ndarray], Mapping[str, Mapping[str, Any]], Mapping[str, Mapping[str, object]]]
 
 
 class FullModel:
@@ -139,7 +139,7 @@ class FullModel:
         self.shard = OptimizerShard(
             dict(model.named_parameters()), job.optimizer, job.scheduler, job.plan, job.seed, model=model
         )  # fmt: skip
-        self.outer: dict[str, dict[str, Any]] = {}
+        self.outer: dict[str, dict[str, object]] = {}
         self._saver = Saver()
         small = {v.name: nn.Parameter(torch.zeros((1,) * len(v.shape))) for v in job.variables}
         # An optimizer of tiny parameters, whose scheduler gives the learning rate of each step.
@@ -168,7 +168,7 @@ class FullModel:
         """Raise what `load` would raise for another model, optimizer or data, without reading any values."""
         self._checked(load.check(self.shard, self.job.begins_at or self.job.folder))
 
-    def _checked(self, extra: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _checked(self, extra: Mapping[str, object]) -> Mapping[str, Any]:
         """The position in the data of the saved run. Raises CheckpointError if the data is not the same."""
         data = checked_data(extra, self.job.begins_at or self.job.folder)
         here = (self.job.seed, self.job.num_items)
@@ -211,7 +211,7 @@ class FullModel:
         step: int,
         states: Sequence[ServerState],
         buffers: Mapping[str, np.ndarray],
-        moments: Mapping[str, Mapping[str, Any]],
+        moments: Mapping[str, Mapping[str, object]],
     ) -> None:
         """Write the checkpoint of a step from the servers' states, a worker's buffers and, if workers have optimizers
         of their own, the state of a worker's optimizer (`moments`).
@@ -244,7 +244,7 @@ class FullModel:
             parts = [{key: unpacked(value) for key, value in tables[table.name].items()} for _, _, tables in states]
             self.tables[table.name] = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
-    def _join(self, into: dict[str, Any], kept: Mapping[str, Any], piece: Piece) -> None:
+    def _join(self, into: dict[str, Any], kept: Mapping[str, object], piece: Piece) -> None:
         """Copy a piece's optimizer state into its place in the state of the whole variable."""
         for key, value in kept.items():
             found = unpacked(value)
@@ -260,7 +260,7 @@ class FullModel:
         epoch, items = batch // self._batches, batch % self._batches * self.job.batch_size
         return {"epoch": epoch, "items": items, "seed": self.job.seed, "shuffle": True, "size": self.job.num_items}
 
-    def _rows_of(self, kept: Mapping[str, Any], server: int) -> dict[str, Any]:
+    def _rows_of(self, kept: Mapping[str, Any], server: int) -> dict[str, object]:
         """A server's rows of a table, whatever the number of servers that saved them."""
         mine = torch.from_numpy(by_server(kept["ids"].numpy(), len(self.job.shards))[server])
         return {key: packed(value[mine]) for key, value in kept.items()}

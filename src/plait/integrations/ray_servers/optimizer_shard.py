@@ -5,7 +5,7 @@ It is a TrainState, so that a server's snapshot and the run's checkpoint have on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ from plait.comm.process_world import process_world
 from plait.compile.ir.dtypes import torch_name
 from plait.engine.checkpoint.snapshot import persistent_buffers
 from plait.engine.optimizer_trials import EXACT, depends_on_the_cut
-from plait.engine.rank_optimizers import OptimizerFactory, build_optimizer, build_scheduler
+from plait.engine.rank_optimizers import OptimizerFactory, SchedulerFactory, build_optimizer, build_scheduler
 from plait.engine.train_state import TrainState
 from plait.errors import PlanError, Refusal
 from plait.integrations.ray_servers.arrays import offsets, views
@@ -62,7 +62,7 @@ class OptimizerShard(TrainState):
         self,
         parameters: Mapping[str, nn.Parameter],
         make_optimizer: OptimizerFactory,
-        make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+        make_scheduler: SchedulerFactory | None,
         plan: Plan,
         seed: int,
         model: nn.Module | None = None,
@@ -94,11 +94,11 @@ class OptimizerShard(TrainState):
             if self.scheduler is not None:
                 self.scheduler.step()
 
-    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+    def optimizer_state(self) -> dict[str, dict[str, object]]:
         """The optimizer's state, by variable name and key. Tensors are the optimizer's own, not copies."""
         return {name: self._state_of(p) for name, p in self.parameters.items()}
 
-    def set_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def set_optimizer_state(self, state: Mapping[str, Mapping[str, object]]) -> None:
         """Replace the optimizer's state by a copy of the given one; variables that it does not name keep theirs."""
         assert self.optimizer is not None
         for name, parameter in self.parameters.items():
@@ -114,7 +114,7 @@ class OptimizerShard(TrainState):
         rest = [{k: v for k, v in g.items() if k not in _OWN} for g in self.optimizer.param_groups]
         return [{**options, "members": names} for options, names in zip(rest, self._members(), strict=True)]
 
-    def set_options(self, groups: Sequence[Mapping[str, Any]], scheduler: Mapping[str, Any] | None) -> None:
+    def set_options(self, groups: Sequence[Mapping[str, object]], scheduler: Mapping[str, object] | None) -> None:
         """Load the group options and the scheduler state of an optimizer of all variables.
 
         The groups here are matched by their members, because the user's function may have made fewer groups for fewer
@@ -156,7 +156,7 @@ def _group_of(index: int, names: Sequence[str], groups: Sequence[Mapping[str, An
     return found[0] if found else min(index, len(groups) - 1)
 
 
-def _of_groups(state: Mapping[str, Any], chosen: Sequence[int], num_groups: int) -> dict[str, Any]:
+def _of_groups(state: Mapping[str, object], chosen: Sequence[int], num_groups: int) -> dict[str, Any]:
     """The part of a scheduler's state that is about the chosen groups: its lists have an item for each group."""
     if [*chosen] == [*range(num_groups)]:
         return dict(state)
@@ -177,7 +177,7 @@ class ServerShard(OptimizerShard):
         self,
         pieces: Sequence[Piece],
         make_optimizer: OptimizerFactory,
-        make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        make_scheduler: SchedulerFactory | None = None,
         plan: Plan = Plan(),  # noqa: B008  (a frozen value)
         seed: int = 0,
     ) -> None:

@@ -13,7 +13,7 @@ import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from types import ModuleType
 
 from plait.comm.private_folder import private_folder
 from plait.cost.memory_model import human_bytes
@@ -34,7 +34,7 @@ def check_installed() -> None:
         raise PlanError(f"parameter servers run on Ray, which is not installed: {_INSTALL}")
 
 
-def load_ray() -> Any:
+def load_ray() -> ModuleType:
     """Import Ray, with its environment variables set before. Returns the module."""
     check_installed()
     os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -51,7 +51,7 @@ def load_ray() -> Any:
 
 
 @contextmanager
-def cluster(job: Job) -> Iterator[Any]:
+def cluster(job: Job) -> Iterator[ModuleType]:
     """Initialise Ray with room for the roles of the job. If Ray is initialised in this process, it is used and left
     running."""
     ray = load_ray()
@@ -100,14 +100,14 @@ def _check_answers(address: str) -> None:
         ) from None
 
 
-def _keep_quiet(ray: Any) -> None:
+def _keep_quiet(ray: ModuleType) -> None:
     """Keep Ray from printing about actors that died: the coordinator reports them in one line."""
     if hasattr(ray._private.worker, "print_to_stdstream"):
         ray._private.worker.print_to_stdstream = lambda *values, **options: None
 
 
 @contextmanager
-def started_here(ray: Any, cpus: int, store: int) -> Iterator[Any]:
+def started_here(ray: ModuleType, cpus: int, store: int) -> Iterator[ModuleType]:
     """Ray on this machine, with `cpus` processes at a time and an object store of `store` bytes."""
     with private_folder("ray") as folder, reaper():
         os.environ[OWN_FOLDER] = str(folder)  # inherited by Ray's processes
@@ -124,7 +124,7 @@ def started_here(ray: Any, cpus: int, store: int) -> Iterator[Any]:
 
 
 @contextmanager
-def _joined(ray: Any, address: str) -> Iterator[Any]:
+def _joined(ray: ModuleType, address: str) -> Iterator[ModuleType]:
     """Join the Ray cluster at an address."""
     _check_answers(address)
     try:
@@ -158,7 +158,7 @@ def store_bytes(job: Job) -> int:
     return max(_SMALLEST_STORE, int(1.2 * size * ((4 + 2 * job.plan.overlap) * job.plan.workers + 4)))
 
 
-def _check_room(ray: Any, job: Job) -> None:
+def _check_room(ray: ModuleType, job: Job) -> None:
     """Raise WorldError if the cluster has fewer CPUs than the plan has processes that compute."""
     there = int(ray.cluster_resources().get("CPU", 0))
     if there < num_cpus(job):

@@ -123,7 +123,7 @@ class _Run:
         values = {name: p.detach() for name, p in full_model.shard.parameters.items()}
         return OneProcessRun(values, tuple(losses), tuple(self.commits), full_model.tables)
 
-    def _carry_out(self, consistency: Consistency, decisions: Sequence[Any]) -> None:
+    def _carry_out(self, consistency: Consistency, decisions: Sequence[object]) -> None:
         for decision in decisions:
             if isinstance(decision, Commit):
                 self._commit(decision)
@@ -171,7 +171,7 @@ class ServedCheck:
     servers cannot run.
     """
 
-    def __init__(self, plan: Plan, compiler: Compiler, batch: Any, steps: int, **given: Any) -> None:
+    def __init__(self, plan: Plan, compiler: Compiler, batch: Any, steps: int, **given: object) -> None:
         model, rows = compiler.model, num_rows(batch)
         if tables := tables_of(model):
             what = f"verify runs no tables on servers, and the model has {', '.join(tables)}"

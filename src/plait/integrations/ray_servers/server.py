@@ -21,7 +21,7 @@ from plait.engine.checkpoint import load, saved_state
 from plait.engine.checkpoint.checkpoint_folders import has_checkpoints
 from plait.engine.checkpoint.write import Saver
 from plait.engine.cpu_settings import keep_freed_memory
-from plait.engine.rank_optimizers import OptimizerFactory
+from plait.engine.rank_optimizers import OptimizerFactory, SchedulerFactory
 from plait.integrations.ray_servers.arrays import dtype_of, packed, to_array, to_tensor, unpacked
 from plait.integrations.ray_servers.optimizer_shard import ServerShard
 from plait.integrations.ray_servers.push_compression import Coding
@@ -104,7 +104,7 @@ class Server:
     job: str
     pieces: Sequence[Piece]
     make_optimizer: OptimizerFactory
-    make_scheduler: Callable[[torch.optim.Optimizer], Any] | None
+    make_scheduler: SchedulerFactory | None
     folder: str
     fetch: Callable[[Any], Sequence[Any]] = lambda arrays: arrays
     table_specs: Sequence[TableSpec] = ()
@@ -143,7 +143,7 @@ class Server:
         self.standing = standing
         self.snapshot(wait=True)
 
-    def update(self, order: UpdateOrder, pushes: Sequence[Any]) -> UpdateDone:
+    def update(self, order: UpdateOrder, pushes: Sequence[object]) -> UpdateDone:
         """Make the update from the members' pushes. An update that was made before is not made again."""
         here = self.standing
         if order.number <= here.number:
@@ -199,7 +199,7 @@ class Server:
         """For each table, the rows of the given ids, [number of ids, dim]."""
         return [rows.pull(some) for rows, some in zip(self.tables.rows.values(), ids, strict=True)]
 
-    def state(self) -> tuple[list[np.ndarray], dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    def state(self) -> tuple[list[np.ndarray], dict[str, dict[str, Any]], dict[str, dict[str, object]]]:
         """The state for a checkpoint: the values, an array per piece; the optimizer state by piece; the tables."""
         kept = {
             name: {key: packed(value) for key, value in values.items()}
@@ -233,7 +233,7 @@ class Server:
         if since >= max(_BETWEEN_SNAPSHOTS, self._took / _PART_FOR_SNAPSHOTS):
             self.snapshot()
 
-    def _gradient(self, number: int, member: Member, push: Any) -> Sequence[Any] | str:
+    def _gradient(self, number: int, member: Member, push: object) -> Sequence[Any] | str:
         """The arrays of a push, or the reason why it is refused."""
         if member.job != self.job:
             return f"worker {member.worker} pushes for the job {member.job}, and this server is of {self.job}"
@@ -264,7 +264,7 @@ class ServerActor(Server):
         job: str,
         pieces: Sequence[Piece],
         make_optimizer: OptimizerFactory,
-        make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+        make_scheduler: SchedulerFactory | None,
         folder: str,
         tables: Sequence[TableSpec] = (),
         coding: Coding = Coding(),  # noqa: B008  (a frozen value)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from plait.compile.ir.dtypes import torch_name
-from plait.engine.rank_optimizers import OptimizerFactory
+from plait.engine.rank_optimizers import OptimizerFactory, SchedulerFactory
 from plait.errors import PlanError, UnevenBatchError
 from plait.integrations.ray_servers.push_compression import Coding
 from plait.integrations.ray_servers.tables.sparse_table import tables_of
@@ -83,7 +83,7 @@ class Job:
     shards: tuple[tuple[Piece, ...], ...]
     tables: tuple[TableSpec, ...] = ()
     make_log: Callable[[int], Any] = NoLog
-    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    scheduler: SchedulerFactory | None = None
     layouts: Annotations | None = None
     seed: int = 0
     clip_norm: float | None = None
@@ -129,7 +129,7 @@ class Job:
         return functools.partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=self.plan.outer == "nesterov")
 
     @property
-    def server_scheduler(self) -> Callable[[torch.optim.Optimizer], Any] | None:
+    def server_scheduler(self) -> SchedulerFactory | None:
         """The learning-rate scheduler of the servers; None with `is_local`, when workers have it."""
         return None if self.is_local else self.scheduler
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from plait.errors import LossError, PlaitError, PlanError, RoleFailed, WorldError
@@ -41,16 +42,16 @@ class _Group:
     """
 
     worker: int
-    actors: list[Any]
+    actors: list[object]
     run: Any
-    watches: list[Any]
+    watches: list[object]
     leaving: bool = False
 
 
 class RunSupervisor:
     """The actors of a job on an initialised Ray. `close` ends every actor that was started here."""
 
-    def __init__(self, ray: Any, job: Job) -> None:
+    def __init__(self, ray: ModuleType, job: Job) -> None:
         self.job = job
         self._ray = ray
         self._groups: list[_Group] = []
@@ -92,7 +93,7 @@ class RunSupervisor:
             raise
 
     @property
-    def workers(self) -> dict[int, list[Any]]:
+    def workers(self) -> dict[int, list[object]]:
         """The actors of every worker, by worker number."""
         return {group.worker: group.actors for group in self._groups}
 
@@ -188,7 +189,7 @@ class RunSupervisor:
         self.coordinator.leave.remote(group.worker, why)
         self.add_worker()
 
-    def _get(self, reference: Any) -> Any:
+    def _get(self, reference: object) -> Any:
         """The result of a call. An error of plait is raised again; RoleFailed stands for any other error, WorldError
         for a process that is gone."""
         ray = self._ray

@@ -89,6 +89,6 @@ class PipelineActivations:
         self._free[stage].append(self._taken.pop((micro, stage)))
 
 
-def _tensors(value: Any) -> list[Any]:
+def _tensors(value: object) -> list[Any]:
     """The tensors of a value that is one tensor or a sequence."""
     return list(value) if isinstance(value, (tuple, list)) else [value]

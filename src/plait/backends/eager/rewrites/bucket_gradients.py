@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from plait.backends.eager.collectives import all_reduce, scatter_part, take_part
-from plait.comm.protocol import REDUCTIONS
+from plait.comm.protocol import REDUCTIONS, Work, World
 from plait.compile.ir.calls import drop_dead_calls, is_cast, op_spec_of, output_node, settled
 from plait.compile.ir.node_info import describe, info_of
 from plait.compile.ops import CollectiveKind, Communication, MemoryUse, OpSpec, register
@@ -30,7 +30,7 @@ from plait.schedule.buckets import bucket_limit, split_buckets
 aten = torch.ops.aten
 
 
-def bucket_new(world: Any, axis: str, num_elements: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+def bucket_new(world: World, axis: str, num_elements: int, like: Tensor, dtype: torch.dtype) -> Tensor:
     """A flat buffer without values, in memory that the transport can send from if it has such memory."""
     flat = world.comm(axis).buffer(num_elements, dtype)
     return like.new_empty(num_elements, dtype=dtype) if flat is None else flat
@@ -42,13 +42,13 @@ def bucket_put(flat: Tensor, offset: int, tensor: Tensor) -> Tensor:
     return flat
 
 
-def bucket_start(world: Any, flat: Tensor, axes: Sequence[str]) -> Any:
+def bucket_start(world: World, flat: Tensor, axes: Sequence[str]) -> Work:
     """Start the all-reduce of a full buffer over the first of the axes."""
     return world.comm(axes[0]).all_reduce(flat, consume=True)
 
 
 def bucket_wait(
-    world: Any, work: Any, axes: Sequence[str], dtype: torch.dtype, shapes: Sequence[Sequence[int]]
+    world: World, work: Work, axes: Sequence[str], dtype: torch.dtype, shapes: Sequence[Sequence[int]]
 ) -> list[Tensor]:
     """The sums over all axes, as views of one flat tensor."""
     flat = _sum_on(world, work.wait(), axes[1:]).to(dtype)
@@ -63,13 +63,13 @@ def rows_put(flat: Tensor, plain: PlainRows, index: int, tensor: Tensor) -> Tens
     return flat
 
 
-def rows_start(world: Any, flat: Tensor, axes: Sequence[str]) -> Any:
+def rows_start(world: World, flat: Tensor, axes: Sequence[str]) -> Work:
     """Start the reduce-scatter of a full buffer, which has one row per rank, over the first of the axes."""
     comm = world.comm(axes[0], REDUCTIONS)
     return comm.reduce_scatter(flat.view(comm.size, -1), consume=True)
 
 
-def rows_wait(world: Any, work: Any, axes: Sequence[str], dtype: torch.dtype, plain: PlainRows) -> list[Tensor]:
+def rows_wait(world: World, work: Work, axes: Sequence[str], dtype: torch.dtype, plain: PlainRows) -> list[Tensor]:
     """This rank's parts of the sums over all axes, as views of one flat tensor."""
     rows = rows_of(plain)
     flat = _sum_on(world, work.wait(), axes[1:]).to(dtype)
@@ -110,7 +110,7 @@ def bucket_part(node: Node) -> str:
     return does.part if does is not None and does.counted and does.kind is not CollectiveKind.ALL_GATHER else ""
 
 
-def _sum_on(world: Any, flat: Tensor, axes: Sequence[str]) -> Tensor:
+def _sum_on(world: World, flat: Tensor, axes: Sequence[str]) -> Tensor:
     for axis in axes:
         flat = world.comm(axis).all_reduce(flat, consume=True).wait()
     return flat
@@ -156,7 +156,7 @@ def bucket_gradients(
 
 def _finish_late(end: Node) -> None:
     """Move the calls that finish the outputs behind the sums that they read."""
-    results: Sequence[Any] = end.args[0]  # type: ignore[assignment]
+    results: Sequence[Node | None] = end.args[0]  # type: ignore[assignment]
     finish = [node for r in results if isinstance(r, Node) for node in _finishing(r, end)[::-1]]
     for node in finish:
         if node.target is take_part:
@@ -179,7 +179,7 @@ def _join(graph: Graph, members: list[PendingReduction], sent: torch.dtype, end:
     terms = [one.source(sent) for one in members]
     info = info_of(members[-1].sums[-1])
     total = rows.length * rows.num_ranks if rows else sum(value.numel() for value in values)
-    flat: Any = None
+    flat: Node | None = None
     offset = 0
     for index, tensor in enumerate(terms):
         if flat is None:

@@ -59,7 +59,7 @@ class OffloadStore(Protocol):
         """Start to offload a tensor until it is unstashed. Returns what `unstash` takes. `offset` is a number of bytes
         that no other tensor uses that is stashed at the same time."""
 
-    def unstash(self, stashed: Sequence[Any]) -> Arrival:
+    def unstash(self, stashed: Sequence[object]) -> Arrival:
         """Start to bring stashed tensors back."""
 
 
@@ -92,7 +92,7 @@ def stash(offload: OffloadStore, offset: int, tensor: Tensor) -> Any:
     return offload.stash(offset, tensor)
 
 
-def unstash_start(offload: OffloadStore, *stashed: Any) -> Arrival:
+def unstash_start(offload: OffloadStore, *stashed: object) -> Arrival:
     return offload.unstash(stashed)
 
 

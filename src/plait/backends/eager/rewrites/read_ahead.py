@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from plait.backends.eager.collectives import gather_part
+from plait.comm.protocol import Comm, World
 from plait.compile.ir.calls import num_bytes
 from plait.compile.ir.node_info import NodeInfo, describe, info_of, phase_of, set_info
 from plait.compile.ops import CollectiveKind, Communication, MemoryUse, OpSpec, register
@@ -47,7 +48,7 @@ def read_ahead(
     buckets: Sequence[Sequence[Node]],
     readers: Readers,
     start: Callable[[list[Node]], Node],
-    wait: Callable[[Any], list[Tensor]],
+    wait: Callable[[Gathering], list[Tensor]],
     origin: str,
     before: Node | None = None,
 ) -> None:
@@ -101,7 +102,7 @@ class Gathering:
 
     def __init__(
         self,
-        comm: Any,
+        comm: Comm,
         plain: PlainRows,
         dtypes: tuple[torch.dtype, ...],
         parts: tuple[Tensor, ...],
@@ -141,7 +142,9 @@ class Gathering:
         return wholes
 
 
-def gather_start(world: Any, axis: str, plain: PlainRows, dtypes: tuple[torch.dtype, ...], *parts: Tensor) -> Gathering:
+def gather_start(
+    world: World, axis: str, plain: PlainRows, dtypes: tuple[torch.dtype, ...], *parts: Tensor
+) -> Gathering:
     """Start the gather of whole tensors of which every rank has a part."""
     return Gathering(world.comm(axis), plain, tuple(dtypes), parts)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from plait.backends.xla.lowerings.products import accumulated
 from plait.backends.xla.lowerings.random_draws import drawn
@@ -21,16 +22,16 @@ class _Attention:
     """The arguments of an attention. `kept` are the weights that are not dropped, and `factor` what they are raised
     by; None without dropout."""
 
-    q: Any
-    k: Any
-    v: Any
-    mask: Any
+    q: Array
+    k: Array
+    v: Array
+    mask: Array | None
     causal: bool
     scale: float
-    kept: Any = None
+    kept: Array | None = None
     factor: float = 1.0
 
-    def scores(self) -> Any:
+    def scores(self) -> Array:
         q, k = self.q, _of_each_query(self.k, self.q)
         found = jnp.einsum("...qd,...kd->...qk", q, k, preferred_element_type=accumulated(q)) * self.scale
         if self.mask is not None:
@@ -40,20 +41,20 @@ class _Attention:
             found = jnp.where(jnp.tril(jnp.ones(found.shape[-2:], bool)), found, -jnp.inf)
         return found
 
-    def weights(self, total: Any) -> Any:
+    def weights(self, total: Array) -> Array:
         """The softmax of the scores, given the logarithms of its sums; of a query that sees nothing zeros."""
         return jnp.exp(self.scores() - jnp.where(jnp.isneginf(total), 0, total)[..., None])
 
-    def dropped(self, weights: Any) -> Any:
+    def dropped(self, weights: Array) -> Array:
         return weights if self.kept is None else weights * self.kept * self.factor
 
-    def forward(self) -> tuple[Any, Any]:
+    def forward(self) -> tuple[Array, Array]:
         total = jax.nn.logsumexp(self.scores(), axis=-1)
         v = _of_each_query(self.v, self.q)
         weights = self.dropped(self.weights(total)).astype(v.dtype)
         return jnp.einsum("...qk,...kd->...qd", weights, v, preferred_element_type=accumulated(v)), total
 
-    def backward(self, gradient: Any, out: Any, total: Any) -> tuple[Any, Any, Any, Any]:
+    def backward(self, gradient: Array, out: Array, total: Array) -> tuple[Array, Array, Array, Array]:
         """The gradients of q, k, v, and of the mask where it is whole."""
         q, k, v = self.q, _of_each_query(self.k, self.q), _of_each_query(self.v, self.q)
         exact = accumulated(q)
@@ -69,12 +70,12 @@ class _Attention:
         return of_q, _of_each_key(of_k, self.k), _of_each_key(of_v, self.v), of_scores
 
 
-def _of_each_query(k: Any, q: Any) -> Any:
+def _of_each_query(k: Array, q: Array) -> Array:
     """Keys or values with as many heads as queries: several of these share one."""
     return k if k.shape[1] == q.shape[1] else jnp.repeat(k, q.shape[1] // k.shape[1], axis=1)
 
 
-def _of_each_key(gradient: Any, k: Any) -> Any:
+def _of_each_key(gradient: Array, k: Array) -> Array:
     """The sums of gradients over the heads of queries that share a head."""
     if gradient.shape[1] == k.shape[1]:
         return gradient
@@ -83,9 +84,9 @@ def _of_each_key(gradient: Any, k: Any) -> Any:
 
 @lowers(aten._scaled_dot_product_flash_attention_for_cpu.default)
 def _attention(
-    q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False, *,
-    attn_mask: Any = None, scale: float | None = None,
-) -> Any:  # fmt: skip
+    q: Array, k: Array, v: Array, dropout_p: float = 0.0, is_causal: bool = False, *,
+    attn_mask: Array | None = None, scale: float | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
     if dropout_p:
         raise CannotLower("with dropout inside")
     return _Attention(q, k, v, attn_mask, is_causal, 1 / math.sqrt(q.shape[-1]) if scale is None else scale).forward()
@@ -93,16 +94,17 @@ def _attention(
 
 @lowers(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
 def _attention_backward(
-    gradient: Any, q: Any, k: Any, v: Any, out: Any, total: Any, dropout_p: float, is_causal: bool, *,
-    attn_mask: Any = None, scale: float | None = None,
-) -> Any:  # fmt: skip
+    gradient: Array, q: Array, k: Array, v: Array, out: Array, total: Array, dropout_p: float, is_causal: bool, *,
+    attn_mask: Array | None = None, scale: float | None = None,
+) -> tuple[Array, ...]:  # fmt: skip
     given = _Attention(q, k, v, attn_mask, is_causal, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     return given.backward(gradient, out, total)[:3]
 
 
 def _with_dropout(
-    q: Any, k: Any, v: Any, mask: Any, seed: Any, rate: float, causal: bool, scale: float, cuts: Sequence[int]
-) -> _Attention:
+    q: Array, k: Array, v: Array, mask: Array | None, seed: Array, rate: float, causal: bool, scale: float,
+    cuts: Sequence[int],
+) -> _Attention:  # fmt: skip
     if cuts:
         raise CannotLower("of a part of the scores")
     halves = jnp.stack((seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)).astype(jnp.uint32)
@@ -111,15 +113,15 @@ def _with_dropout(
 
 
 @lowers(dropped_attention._opoverload)
-def _dropped_attention(q: Any, k: Any, v: Any, *how: Any) -> Any:
+def _dropped_attention(q: Array, k: Array, v: Array, *how: Any) -> tuple[Array, Array]:
     return _with_dropout(q, k, v, *how).forward()
 
 
 @lowers(dropped_attention_backward._opoverload)
 def _dropped_attention_backward(
-    gradient: Any, q: Any, k: Any, v: Any, mask: Any, seed: Any, out: Any, total: Any, rate: float, causal: bool,
-    scale: float, cuts: Sequence[int], wants_mask: bool,
-) -> Any:  # fmt: skip
+    gradient: Array, q: Array, k: Array, v: Array, mask: Array | None, seed: Array, out: Array, total: Array,
+    rate: float, causal: bool, scale: float, cuts: Sequence[int], wants_mask: bool,
+) -> tuple[Array, ...]:  # fmt: skip
     given = _with_dropout(q, k, v, mask, seed, rate, causal, scale, cuts)
     *found, of_mask = given.backward(gradient, out, total)
     if not wants_mask or mask is None:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+import numpy.typing as npt
+from jax import Array, lax
+from jax.typing import ArrayLike
 
 from plait.backends.xla.lowerings.table import CannotLower, aten, is_float, lowers, wide
 
+_Size = int | Sequence[int]  # of windows: one number for both dims, or two
+_Weights = npt.NDArray[np.float64]
 
-def _places(index: Any, size: int) -> Any:
+
+class _Elements(Protocol):
+    """Elements of an array, as its `at` gives them."""
+
+    def set(self, values: Array) -> Array: ...
+    def add(self, values: Array) -> Array: ...
+
+
+def _places(index: Array, size: int) -> Array:
     """Indices that may count from the end, as indices from the start."""
     if index.dtype == jnp.uint8:
         return index.astype(jnp.int32)
@@ -21,12 +33,12 @@ def _places(index: Any, size: int) -> Any:
 
 
 @lowers(aten.embedding.default)
-def _embedding(weight: Any, index: Any, *_: Any) -> Any:
+def _embedding(weight: Array, index: Array, *_: object) -> Array:
     return jnp.take(weight, index, axis=0, mode="clip")
 
 
 @lowers(aten.embedding_dense_backward.default)
-def _embedding_backward(gradient: Any, index: Any, num: int, padding: int, by_frequency: bool) -> Any:
+def _embedding_backward(gradient: Array, index: Array, num: int, padding: int, by_frequency: bool) -> Array:
     if by_frequency:
         raise CannotLower("with scale_grad_by_freq=True")
     exact = wide(gradient).reshape(-1, gradient.shape[-1])
@@ -35,19 +47,19 @@ def _embedding_backward(gradient: Any, index: Any, num: int, padding: int, by_fr
 
 
 @lowers(aten.index_select.default)
-def _index_select(x: Any, dim: int, index: Any) -> Any:
+def _index_select(x: Array, dim: int, index: Array) -> Array:
     return jnp.take(x, index, axis=dim, mode="clip")
 
 
 @lowers(aten.gather.default)
-def _gather(x: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
+def _gather(x: Array, dim: int, index: Array, sparse_grad: bool = False) -> Array:
     if x.ndim == 0:
         return jnp.broadcast_to(x, index.shape)
     window = tuple(slice(0, n) if d != dim % x.ndim else slice(None) for d, n in enumerate(index.shape))
     return jnp.take_along_axis(x[window], index, axis=dim, mode="clip")
 
 
-def _scatter_at(x: Any, dim: int, index: Any) -> Any:
+def _scatter_at(x: Array, dim: int, index: Array) -> _Elements:
     if x.ndim == 0:
         return x.at[...]
     places = [lax.broadcasted_iota(index.dtype, index.shape, d) for d in range(x.ndim)]
@@ -55,22 +67,22 @@ def _scatter_at(x: Any, dim: int, index: Any) -> Any:
     return x.at[tuple(places)]
 
 
-def _source(source: Any, index: Any) -> Any:
+def _source(source: Array, index: Array) -> Array:
     return source[tuple(slice(0, n) for n in index.shape)]
 
 
 @lowers(aten.scatter.src)
-def _scatter(x: Any, dim: int, index: Any, source: Any) -> Any:
+def _scatter(x: Array, dim: int, index: Array, source: Array) -> Array:
     return _scatter_at(x, dim, index).set(_source(source, index).astype(x.dtype))
 
 
 @lowers(aten.scatter.value)
-def _scatter_value(x: Any, dim: int, index: Any, value: Any) -> Any:
+def _scatter_value(x: Array, dim: int, index: Array, value: ArrayLike) -> Array:
     return _scatter_at(x, dim, index).set(jnp.asarray(value, x.dtype))
 
 
 @lowers(aten.scatter_add.default)
-def _scatter_add(x: Any, dim: int, index: Any, source: Any) -> Any:
+def _scatter_add(x: Array, dim: int, index: Array, source: Array) -> Array:
     return _scatter_at(wide(x), dim, index).add(wide(_source(source, index)))
 
 
@@ -78,24 +90,27 @@ _REDUCED = {"sum": "add", "prod": "multiply", "amax": "max", "amin": "min", "add
 
 
 @lowers(aten.scatter_reduce.two, aten.scatter.reduce)
-def _scatter_reduce(x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
+def _scatter_reduce(
+    x: Array, dim: int, index: Array, source: Array, reduce: str, *, include_self: bool = True
+) -> Array:
     if reduce not in _REDUCED or not include_self:
         raise CannotLower(f"with reduce={reduce!r} and include_self={include_self}")
-    return getattr(_scatter_at(wide(x), dim, index), _REDUCED[reduce])(wide(_source(source, index)))
+    put: Callable[[Array], Array] = getattr(_scatter_at(wide(x), dim, index), _REDUCED[reduce])
+    return put(wide(_source(source, index)))
 
 
 @lowers(aten.index_add.default)
-def _index_add(x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
+def _index_add(x: Array, dim: int, index: Array, source: Array, *, alpha: ArrayLike = 1) -> Array:
     at = (*[slice(None)] * (dim % x.ndim), index)
     return wide(x).at[at].add(wide(source) * alpha)
 
 
 @lowers(aten.index_copy.default)
-def _index_copy(x: Any, dim: int, index: Any, source: Any) -> Any:
+def _index_copy(x: Array, dim: int, index: Array, source: Array) -> Array:
     return x.at[(*[slice(None)] * (dim % x.ndim), index)].set(source.astype(x.dtype))
 
 
-def _indices(x: Any, indices: Sequence[Any]) -> tuple[Any, ...]:
+def _indices(x: Array, indices: Sequence[Array | None]) -> tuple[Array | slice, ...]:
     """Indices by tensors, as numpy takes them."""
     if any(i is not None and i.dtype == jnp.bool_ for i in indices):
         raise CannotLower("by a mask, whose number of results depends on values")
@@ -106,12 +121,12 @@ def _indices(x: Any, indices: Sequence[Any]) -> tuple[Any, ...]:
 
 
 @lowers(aten.index.Tensor, aten._unsafe_index.Tensor)
-def _index(x: Any, indices: Sequence[Any]) -> Any:
+def _index(x: Array, indices: Sequence[Array | None]) -> Array:
     return x[_indices(x, indices)]
 
 
 @lowers(aten.index_put.default, aten._unsafe_index_put.default)
-def _index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+def _index_put(x: Array, indices: Sequence[Array | None], values: Array, accumulate: bool = False) -> Array:
     if len(indices) == 1 and indices[0] is not None and indices[0].dtype == jnp.bool_ and values.size == 1:
         mask = indices[0].reshape(*indices[0].shape, *[1] * (x.ndim - indices[0].ndim))
         return jnp.where(mask, (x + values if accumulate else values).astype(x.dtype), x)
@@ -119,8 +134,10 @@ def _index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = F
     return at.add(wide(values)) if accumulate else at.set(values.astype(x.dtype))
 
 
-def _windows(x: Any, size: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Any, fill: Any,
-             ceil: bool) -> tuple[list[Any], list[Any], list[tuple[Any, Any]]]:  # fmt: skip
+def _windows(
+    x: Array, size: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], fill: float,
+    ceil: bool,
+) -> tuple[list[Array], list[int], list[tuple[int, int]]]:  # fmt: skip
     """For each place within a window of the last two dims: its elements, over all windows.
 
     Returns the elements, the padded sizes, and the place of each in its window.
@@ -148,15 +165,15 @@ def _windows(x: Any, size: Sequence[int], stride: Sequence[int], padding: Sequen
     return found, nums, places
 
 
-def _twice(value: Any, default: Any = None) -> tuple[int, int]:
+def _twice(value: Any, default: tuple[int, int] | None = None) -> tuple[int, int]:
     value = default if value is None or (isinstance(value, Sequence) and not value) else value
     return (value, value) if isinstance(value, int) else (tuple(value) * 2)[:2]
 
 
 @lowers(aten.max_pool2d_with_indices.default)
 def _max_pool(
-    x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
-) -> Any:
+    x: Array, kernel: _Size, stride: _Size = (), padding: _Size = 0, dilation: _Size = 1, ceil_mode: bool = False
+) -> tuple[Array, Array]:
     size, pad, dil = _twice(kernel), _twice(padding), _twice(dilation)
     step = _twice(stride, size)
     lowest = -jnp.inf if is_float(x) else jnp.iinfo(x.dtype).min
@@ -170,12 +187,12 @@ def _max_pool(
 
 
 @lowers(aten.max_pool2d_with_indices_backward.default)
-def _max_pool_backward(gradient: Any, x: Any, *how: Any) -> Any:
+def _max_pool_backward(gradient: Array, x: Array, *how: Array) -> Array:
     return _put_back(gradient, x, how[-1])
 
 
 @lowers(aten.adaptive_max_pool2d_backward.default)
-def _put_back(gradient: Any, x: Any, indices: Any) -> Any:
+def _put_back(gradient: Array, x: Array, indices: Array) -> Array:
     """Adds each element of `gradient` at its flat place in the last two dims of zeros like `x`."""
     lead = x.shape[:-2]
     flat = jnp.zeros((*lead, x.shape[-2] * x.shape[-1]), wide(gradient).dtype)
@@ -184,7 +201,7 @@ def _put_back(gradient: Any, x: Any, indices: Any) -> Any:
 
 
 @lowers(aten.adaptive_max_pool2d.default)
-def _adaptive_max_pool(x: Any, size: Sequence[int]) -> Any:
+def _adaptive_max_pool(x: Array, size: Sequence[int]) -> tuple[Array, Array]:
     height, width = x.shape[-2:]
     if height % size[0] or width % size[1]:
         raise CannotLower(f"of {height} x {width} to {size[0]} x {size[1]}, which does not divide it")
@@ -193,8 +210,8 @@ def _adaptive_max_pool(x: Any, size: Sequence[int]) -> Any:
 
 @lowers(aten.avg_pool2d.default)
 def _avg_pool(
-    x: Any, kernel: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False, count_include_pad: bool = True,
-    divisor_override: int | None = None,
+    x: Array, kernel: _Size, stride: _Size = (), padding: _Size = 0, ceil_mode: bool = False,
+    count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> Any:  # fmt: skip
     size, pad = _twice(kernel), _twice(padding)
     step = _twice(stride, size)
@@ -211,12 +228,13 @@ def _avg_pool(
 
 
 @lowers(aten.avg_pool2d_backward.default)
-def _avg_pool_backward(gradient: Any, x: Any, *how: Any) -> Any:
+def _avg_pool_backward(gradient: Array, x: Array, *how: Any) -> Array:
     _, pull = jax.vjp(lambda v: _avg_pool(v, *how), wide(x))
-    return pull(wide(gradient))[0]
+    pulled: Array = pull(wide(gradient))[0]
+    return pulled
 
 
-def _resizing(size: int, new: int, scale: float | None, linear: bool, align: bool = False) -> Any:
+def _resizing(size: int, new: int, scale: float | None, linear: bool, align: bool = False) -> _Weights:
     """[new, size]: how much of each element along a dim goes into each element of the resized dim."""
     found = np.zeros((new, size))
     places = np.arange(new)
@@ -235,21 +253,22 @@ def _resizing(size: int, new: int, scale: float | None, linear: bool, align: boo
     return found
 
 
-def _resized(x: Any, rows: Any, columns: Any) -> Any:
+def _resized(x: Array, rows: _Weights, columns: _Weights) -> Array:
     exact = wide(x)
     return jnp.einsum("...hw,ih,jw->...ij", exact, rows.astype(exact.dtype), columns.astype(exact.dtype))
 
 
 @lowers(aten.upsample_nearest2d.default)
-def _nearest(x: Any, size: Sequence[int], scale_h: float | None = None, scale_w: float | None = None) -> Any:
+def _nearest(x: Array, size: Sequence[int], scale_h: float | None = None, scale_w: float | None = None) -> Array:
     height, width = x.shape[-2:]
     return _resized(x, _resizing(height, size[0], scale_h, False), _resizing(width, size[1], scale_w, False))
 
 
 @lowers(aten.upsample_nearest2d_backward.default)
 def _nearest_backward(
-    gradient: Any, size: Sequence[int], given: Sequence[int], scale_h: float | None = None, scale_w: float | None = None
-) -> Any:
+    gradient: Array, size: Sequence[int], given: Sequence[int], scale_h: float | None = None,
+    scale_w: float | None = None,
+) -> Array:  # fmt: skip
     height, width = given[-2:]
     rows, columns = _resizing(height, size[0], scale_h, False), _resizing(width, size[1], scale_w, False)
     return _resized(gradient, rows.T, columns.T)
@@ -257,8 +276,8 @@ def _nearest_backward(
 
 @lowers(aten.upsample_bilinear2d.default)
 def _bilinear(
-    x: Any, size: Sequence[int], align: bool, scale_h: float | None = None, scale_w: float | None = None
-) -> Any:
+    x: Array, size: Sequence[int], align: bool, scale_h: float | None = None, scale_w: float | None = None
+) -> Array:
     height, width = x.shape[-2:]
     rows = _resizing(height, size[0], scale_h, True, align)
     return _resized(x, rows, _resizing(width, size[1], scale_w, True, align))
@@ -266,22 +285,22 @@ def _bilinear(
 
 @lowers(aten.upsample_bilinear2d_backward.default)
 def _bilinear_backward(
-    gradient: Any, size: Sequence[int], given: Sequence[int], align: bool, scale_h: float | None = None,
+    gradient: Array, size: Sequence[int], given: Sequence[int], align: bool, scale_h: float | None = None,
     scale_w: float | None = None,
-) -> Any:  # fmt: skip
+) -> Array:  # fmt: skip
     height, width = given[-2:]
     rows = _resizing(height, size[0], scale_h, True, align)
     return _resized(gradient, rows.T, _resizing(width, size[1], scale_w, True, align).T)
 
 
 @lowers(aten._adaptive_avg_pool2d.default)
-def _adaptive_avg_pool(x: Any, size: Sequence[int]) -> Any:
+def _adaptive_avg_pool(x: Array, size: Sequence[int]) -> Array:
     """Means over windows that may differ in size by one: a product with a matrix along each of the two dims."""
     rows, columns = (_means(n, new) for n, new in zip(x.shape[-2:], size, strict=True))
     return _resized(x, rows, columns)
 
 
-def _means(size: int, new: int) -> Any:
+def _means(size: int, new: int) -> _Weights:
     """[new, size]: the weight of each element in the mean over each window."""
     found = np.zeros((new, size))
     for i in range(new):
@@ -291,7 +310,7 @@ def _means(size: int, new: int) -> Any:
 
 
 @lowers(aten._adaptive_avg_pool2d_backward.default)
-def _adaptive_avg_pool_backward(gradient: Any, x: Any) -> Any:
+def _adaptive_avg_pool_backward(gradient: Array, x: Array) -> Array:
     rows, columns = (_means(n, new).T for n, new in zip(x.shape[-2:], gradient.shape[-2:], strict=True))
     return _resized(gradient, rows, columns)
 
@@ -300,9 +319,10 @@ def _adaptive_avg_pool_backward(gradient: Any, x: Any) -> Any:
     aten.replication_pad1d_backward.default, aten.replication_pad2d_backward.default,
     aten.replication_pad3d_backward.default,
 )  # fmt: skip
-def _replication_pad_backward(gradient: Any, x: Any, padding: Sequence[int]) -> Any:
+def _replication_pad_backward(gradient: Array, x: Array, padding: Sequence[int]) -> Array:
     edges = [(0, 0)] * x.ndim
     for number in range(len(padding) // 2):
         edges[-1 - number] = (padding[2 * number], padding[2 * number + 1])
     _, pull = jax.vjp(lambda v: jnp.pad(v, edges, mode="edge"), wide(x))
-    return pull(wide(gradient))[0]
+    pulled: Array = pull(wide(gradient))[0]
+    return pulled

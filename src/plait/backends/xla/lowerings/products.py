@@ -10,51 +10,56 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import torch
+from jax import Array, lax
+from jax.typing import DTypeLike
 
 from plait.backends.xla.lowerings.table import CannotLower, Result, aten, is_float, lowers, wide
+from plait.compile.ops.dims import Dims
 from plait.compile.ops.experts import EXPERT_ADDMM, EXPERT_MM, EXPERT_OUTER, EXPERT_ROWS, EXPERT_SUMS
 
 
-def accumulated(x: Any) -> Any:
+def accumulated(x: Array) -> DTypeLike:
     """The dtype in which a product of `x` is added up."""
     return jnp.float32 if x.dtype in (jnp.bfloat16, jnp.float16) else x.dtype
 
 
-def _matmul(x: Any, y: Any) -> Any:
+def _matmul(x: Array, y: Array) -> Array:
     return jnp.matmul(x, y, preferred_element_type=accumulated(x))
 
 
 @lowers(aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.matmul.default)
-def _mm(x: Any, y: Any) -> Any:
+def _mm(x: Array, y: Array) -> Array:
     return _matmul(x, y)
 
 
 @lowers(aten.linear.default)
-def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+def _linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     found = _matmul(x, weight.T)
     return found if bias is None else found + bias.astype(found.dtype)
 
 
 @lowers(aten.vdot.default)
-def _vdot(x: Any, y: Any) -> Any:
+def _vdot(x: Array, y: Array) -> Array:
     return _matmul(jnp.conj(x), y)
 
 
 @lowers(aten.mm.dtype, aten.bmm.dtype)
-def _mm_dtype(x: Any, y: Any, dtype: Any) -> Any:
+def _mm_dtype(x: Array, y: Array, dtype: torch.dtype) -> Array:
     return _matmul(x, y)
 
 
 @lowers(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
-def _addmm(bias: Any, x: Any, y: Any, beta: float = 1, alpha: float = 1) -> Any:
+def _addmm(bias: Array, x: Array, y: Array, beta: float = 1, alpha: float = 1) -> Array:
     product = _matmul(x, y)
     product = product if alpha == 1 else product * alpha
     return product if beta == 0 else product + (bias if beta == 1 else bias * beta).astype(product.dtype)
 
 
 @lowers(aten._grouped_mm.default)
-def _grouped_mm(x: Any, y: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+def _grouped_mm(
+    x: Array, y: Array, offs: Array | None = None, bias: Array | None = None, out_dtype: torch.dtype | None = None
+) -> Array:
     if offs is None or bias is not None:
         raise CannotLower("with a bias, or without offsets")
     if x.ndim == 2 and y.ndim == 3:
@@ -72,9 +77,9 @@ def _of_spatial(value: Sequence[int], num: int) -> tuple[int, ...]:
 
 
 def _convolve(
-    x: Any, weight: Any, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool,
+    x: Array, weight: Array, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool,
     output_padding: Sequence[int], groups: int,
-) -> Any:  # fmt: skip
+) -> Array:  # fmt: skip
     num = weight.ndim - 2
     stride, padding, dilation = (_of_spatial(each, num) for each in (stride, padding, dilation))
     letters = "DHW"[3 - num :] if num <= 3 else ""
@@ -99,24 +104,25 @@ def _convolve(
     )  # fmt: skip
 
 
-def _along_channels(bias: Any, num: int) -> Any:
+def _along_channels(bias: Array, num: int) -> Array:
     return bias.reshape(1, -1, *[1] * num)
 
 
 @lowers(aten.convolution.default)
-def _convolution(x: Any, weight: Any, bias: Any, *how: Any) -> Any:
+def _convolution(x: Array, weight: Array, bias: Array | None, *how: Any) -> Array:
     found = _convolve(x, weight, *how)
     return found if bias is None else found + _along_channels(bias, weight.ndim - 2).astype(found.dtype)
 
 
 @lowers(aten.convolution_backward.default)
 def _convolution_backward(
-    gradient: Any, x: Any, weight: Any, bias_sizes: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
-    output_padding: Any, groups: int, wanted: Sequence[bool],
-) -> Any:  # fmt: skip
+    gradient: Array, x: Array, weight: Array, bias_sizes: Sequence[int] | None, stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
+    wanted: Sequence[bool],
+) -> tuple[Array | None, ...]:  # fmt: skip
     how = (stride, padding, dilation, transposed, output_padding, groups)
 
-    def forward(x: Any, weight: Any) -> Any:
+    def forward(x: Array, weight: Array) -> Array:
         return _convolve(x, weight, *how)
 
     of_bias = jnp.sum(wide(gradient), (0, *range(2, gradient.ndim))) if wanted[2] else None
@@ -128,28 +134,28 @@ def _convolution_backward(
 _NORMS = {0: "none", 1: "ortho", 2: "by n"}
 
 
-def _normalised(x: Any, num: int, normalization: int) -> Any:
+def _normalised(x: Array, num: int, normalization: int) -> Array:
     """The sums of a Fourier transform over `num` elements, scaled as torch's number for a norm says."""
     scale = {0: 1.0, 1: 1 / math.sqrt(num), 2: 1 / num}[normalization]
     return x * scale
 
 
 @lowers(aten._fft_c2c.default)
-def _fft_c2c(x: Any, dims: Sequence[int], normalization: int, forward: bool) -> Any:
+def _fft_c2c(x: Array, dims: Sequence[int], normalization: int, forward: bool) -> Array:
     num = math.prod(x.shape[d] for d in dims)
     found = jnp.fft.fftn(x, axes=dims) if forward else jnp.fft.ifftn(x, axes=dims) * num
     return _normalised(found, num, normalization)
 
 
 @lowers(aten._fft_r2c.default)
-def _fft_r2c(x: Any, dims: Sequence[int], normalization: int, onesided: bool) -> Any:
+def _fft_r2c(x: Array, dims: Sequence[int], normalization: int, onesided: bool) -> Array:
     num = math.prod(x.shape[d] for d in dims)
     found = jnp.fft.rfftn(x, axes=dims) if onesided else jnp.fft.fftn(x, axes=dims)
     return _normalised(found, num, normalization)
 
 
 @lowers(aten._fft_c2r.default)
-def _fft_c2r(x: Any, dims: Sequence[int], normalization: int, last: int) -> Any:
+def _fft_c2r(x: Array, dims: Sequence[int], normalization: int, last: int) -> Array:
     sizes = [*(x.shape[d] for d in dims[:-1]), last]
     num = math.prod(sizes)
     return _normalised(jnp.fft.irfftn(x, s=sizes, axes=dims) * num, num, normalization)
@@ -157,8 +163,9 @@ def _fft_c2r(x: Any, dims: Sequence[int], normalization: int, last: int) -> Any:
 
 @lowers(aten.linalg_vector_norm.default, result=True)
 def _vector_norm(
-    x: Any, order: float = 2, dim: Any = None, keepdim: bool = False, *, result: Result, dtype: Any = None
-) -> Any:
+    x: Array, order: float = 2, dim: Dims = None, keepdim: bool = False, *, result: Result,
+    dtype: torch.dtype | None = None,
+) -> Array:  # fmt: skip
     axes = None if dim is None or (isinstance(dim, Sequence) and not dim) else dim
     axes = tuple(axes) if isinstance(axes, Sequence) else axes
     size = jnp.abs(wide(x) if is_float(x) else x.astype(result.dtype))
@@ -176,7 +183,7 @@ def _vector_norm(
 
 
 @lowers(EXPERT_MM)
-def _expert_mm(x: Any, weight: Any, ids: Any) -> Any:
+def _expert_mm(x: Array, weight: Array, ids: Array) -> Array:
     num = weight.shape[0]
     order = jnp.argsort(ids, stable=True)
     sizes = jnp.bincount(jnp.minimum(ids, num), length=num + 1)[:num]
@@ -185,29 +192,29 @@ def _expert_mm(x: Any, weight: Any, ids: Any) -> Any:
 
 
 @lowers(EXPERT_ADDMM)
-def _expert_addmm(bias: Any, x: Any, weight: Any, ids: Any) -> Any:
+def _expert_addmm(bias: Array, x: Array, weight: Array, ids: Array) -> Array:
     found = _expert_mm(x, weight, ids)
     return found + _expert_rows(bias, ids).astype(found.dtype)
 
 
 @lowers(EXPERT_OUTER)
-def _expert_outer(x: Any, grad: Any, ids: Any, num_experts: int) -> Any:
+def _expert_outer(x: Array, grad: Array, ids: Array, num_experts: int) -> Array:
     members = jax.nn.one_hot(ids, num_experts, dtype=x.dtype)
     return jnp.einsum("sk,se,sn->ekn", x, members, grad, preferred_element_type=accumulated(x))
 
 
 @lowers(EXPERT_ROWS)
-def _expert_rows(table: Any, ids: Any) -> Any:
+def _expert_rows(table: Array, ids: Array) -> Array:
     num = table.shape[0]
     return _of_known(table[jnp.minimum(ids, num - 1)], ids, num)
 
 
 @lowers(EXPERT_SUMS)
-def _expert_sums(rows: Any, ids: Any, num_experts: int) -> Any:
+def _expert_sums(rows: Array, ids: Array, num_experts: int) -> Array:
     wide = rows.astype(accumulated(rows))
     return jax.ops.segment_sum(wide, jnp.minimum(ids, num_experts), num_experts + 1)[:num_experts]
 
 
-def _of_known(rows: Any, ids: Any, num: int) -> Any:
+def _of_known(rows: Array, ids: Array, num: int) -> Array:
     known = (ids < num).reshape(-1, *(1,) * (rows.ndim - 1))
     return jnp.where(known, rows, jnp.zeros((), rows.dtype))

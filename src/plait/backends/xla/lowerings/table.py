@@ -12,14 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax import Array
+from jax.typing import DTypeLike
+from torch._ops import OpOverload
+from torch.fx.node import Target
 
 aten = torch.ops.aten
-Lowering = Callable[..., Any]
+Lowering = Callable[..., Any]  # -> an array, or a tuple of them
+_LoweringT = TypeVar("_LoweringT", bound=Lowering)
 
 
 @dataclass(frozen=True)
@@ -42,13 +47,13 @@ class CannotLower(Exception):
     """An op has a row, but not for these arguments. The text says what is missing."""
 
 
-LOWERINGS: dict[Any, Row] = {}
+LOWERINGS: dict[Target, Row] = {}
 
 
-def lowers(*ops: Any, result: bool = False) -> Callable[[Lowering], Lowering]:
+def lowers(*ops: OpOverload, result: bool = False) -> Callable[[_LoweringT], _LoweringT]:
     """Register a function as the lowering of these ops."""
 
-    def register(function: Lowering) -> Lowering:
+    def register(function: _LoweringT) -> _LoweringT:
         for op in ops:
             assert op not in LOWERINGS, f"{op} has two lowerings"
             LOWERINGS[op] = Row(function, result)
@@ -62,7 +67,7 @@ def jax_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return jnp.dtype(str(dtype).removeprefix("torch."))
 
 
-def torch_dtype(dtype: Any) -> torch.dtype:
+def torch_dtype(dtype: DTypeLike) -> torch.dtype:
     """The inverse of `jax_dtype`."""
     return getattr(torch, str(jnp.dtype(dtype)))  # type: ignore[no-any-return]
 
@@ -72,11 +77,11 @@ def is_float(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def wide(x: Any) -> Any:
+def wide(x: Array) -> Array:
     """Half precision as float32, in which sums and functions of it are computed; other dtypes as they are."""
     return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 
-def floating(x: Any) -> Any:
+def floating(x: Array) -> Array:
     """Integers and bools as float32, the default dtype; half precision as float32 too."""
     return wide(x) if is_float(x) else x.astype(jnp.float32)

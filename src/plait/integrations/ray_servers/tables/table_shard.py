@@ -131,7 +131,7 @@ def first_values(ids: Ids, dim: int, scale: float, seed: int) -> NDArray[np.floa
     return found
 
 
-TableArrays = Sequence[Any]  # for each table its ids, then their gradients
+TableArrays = Sequence[object]  # for each table its ids, then their gradients
 
 OPTIMIZERS = ("adagrad", "adam")
 _FIRST = 1024  # initial capacity, in rows
@@ -325,7 +325,7 @@ class Tables:
             name: {key: torch.tensor(value) for key, value in rows.state().items()} for name, rows in self.rows.items()
         }
 
-    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def load(self, state: Mapping[str, Mapping[str, object]]) -> None:
         """Load what `state` returned."""
         for name, kept in state.items():
             self.rows[name].load({key: np.asarray(value) for key, value in kept.items()})
