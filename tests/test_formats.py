@@ -178,6 +178,46 @@ def test_one_row_whose_channels_lie_last(plan: str) -> None:
     assert report.ok, report
 
 
+@pytest.mark.parametrize("lie", [torch.contiguous_format, torch.channels_last_3d])
+def test_a_reshape_of_a_volume_copies_where_it_does_on_one_device(lie: torch.memory_format) -> None:
+    """The result of a convolution lies as the library writes it that computes it, and that decides whether what the
+    model changes in place is the result or a copy."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv3d(2, 4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.conv(x.contiguous(memory_format=lie))
+            y.flatten(1).mul_(3.0)
+            return y
+
+    torch.manual_seed(0)
+    model, batch = Net(), torch.randn(4, 2, 3, 3, 3)
+    report = plait.verify(model, lambda model, x: model(x).square().mean(), batch, "data=2")
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("plan", ["data=2", "pipeline=2"])
+def test_a_volume_of_one_channel_padded_in_circles(plan: str) -> None:
+    """The strides of its result fit both formats, and ops in place have the step read a second time."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv3d(2, 1, 2, padding=1, padding_mode="circular")
+            self.mix, self.head = nn.Linear(1, 1), nn.Conv3d(1, 4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mixed = self.mix(self.conv(x).permute(0, 2, 3, 4, 1)).permute(0, 4, 1, 2, 3)
+            return self.head(mixed).flatten(1)
+
+    torch.manual_seed(0)
+    report = plait.verify(Net(), lambda model, x: model(x).square().mean(), torch.randn(4, 2, 2, 2, 2), plan)
+    assert report.ok, report
+
+
 def test_rows_of_a_mask_begin_evenly_and_repeat_in_place() -> None:
     """As the memory-efficient attention of GPUs needs them, wherever a mask was in between."""
     once = F.pad(torch.randn(1, 1, 4, 6), (0, 10))[..., :6]

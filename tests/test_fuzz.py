@@ -21,6 +21,7 @@ from fuzz.worker import Worker
 
 from plait.errors import BatchError, PlanError, RankFailed
 from plait.plan.plan import Plan, plan_keys
+from plait.reference.one_device import one_device_loss
 
 TABLES = {"floats": grammar.SEQUENCE, "image": grammar.IMAGE, "vector": grammar.VECTOR, "video": grammar.VIDEO}
 ROWS = [(source, name, options) for source, table in TABLES.items() for _, name, options in table]
@@ -38,6 +39,19 @@ def test_every_layer_runs_in_plain_pytorch(source: str, name: str, options: gram
         assert grammar.runs(spec), layer
         made = grammar.make(spec)
         assert made.model.layers[0].out_shape == block(name)(shape, **dict(layer.options)).out_shape
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_volumes_in_half_precision_read_no_memory_that_is_undefined(channels_last: bool) -> None:
+    conv = {"out": 8, "kernel": 3, "stride": 1, "groups": 1, "mode": "zeros", "norm": "none"}
+    layers = tuple(Layer("Conv3d", tuple({**conv, "apart": apart}.items())) for apart in (False, True))
+    spec = replace(PLAIN, source="video", length=2, layers=layers, dtype="bfloat16", channels_last=channels_last)
+    made = grammar.make(spec)
+    total = one_device_loss(made.model, made.loss_fn, made.batch).total
+    for size in range(128, 4096, 64):  # so that what is taken next is nan
+        _ = [torch.full((size,), torch.nan, dtype=torch.bfloat16) for _ in range(16)]
+    total.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in made.model.parameters())
 
 
 def test_a_seed_gives_the_same_cases() -> None:

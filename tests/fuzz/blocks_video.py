@@ -11,6 +11,21 @@ from fuzz.shape import Shape
 Batch = dict[str, Tensor]
 
 
+class PaddedConv3d(nn.Conv3d):
+    """A convolution that pads its input itself where its kernel is deeper than that.
+
+    Of such a convolution the gradient of the weight, in bfloat16 on CPU, has numbers of memory that nothing was written
+    to (torch 2.13 with oneDNN: a kernel of 3 x 1 x 1, padded by 1, on 2 frames shows it).
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.padding_mode != "zeros" or x.shape[2] >= self.kernel_size[0]:
+            return super().forward(x)
+        depth, *rest = self.padding
+        x = F.pad(x, (0, 0, 0, 0, depth, depth))
+        return F.conv3d(x, self.weight, self.bias, self.stride, (0, *rest), self.dilation, self.groups)
+
+
 class Conv3d(nn.Module):
     """A convolution over depth, height and width: whole, or in space and then in time (R(2+1)D); with a norm or not."""
 
@@ -21,11 +36,11 @@ class Conv3d(nn.Module):
         width, pad = shape.width, kernel // 2
         if apart:
             self.conv: nn.Module = nn.Sequential(
-                nn.Conv3d(width, out, (1, kernel, kernel), stride, (0, pad, pad), bias=False),
-                nn.Conv3d(out, out, (kernel, 1, 1), 1, (pad, 0, 0)),
+                PaddedConv3d(width, out, (1, kernel, kernel), stride, (0, pad, pad), bias=False),
+                PaddedConv3d(out, out, (kernel, 1, 1), 1, (pad, 0, 0)),
             )
         else:
-            self.conv = nn.Conv3d(
+            self.conv = PaddedConv3d(
                 width, out, kernel, stride, pad, groups=groups, padding_mode=mode, bias=norm == "none"
             )
         norms = {"batch": nn.BatchNorm3d, "group": lambda out: nn.GroupNorm(2, out), "instance": nn.InstanceNorm3d}
@@ -44,7 +59,7 @@ class Up3d(nn.Module):
         super().__init__()
         self.kind, width = kind, shape.width
         self.conv: nn.Module = (
-            nn.ConvTranspose3d(width, width, 2, 2) if kind == "transposed" else nn.Conv3d(width, width, 3, padding=1)
+            nn.ConvTranspose3d(width, width, 2, 2) if kind == "transposed" else PaddedConv3d(width, width, 3, padding=1)
         )
         self.out_shape = shape.with_length(2 * shape.length)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -194,7 +194,7 @@ def _draw(rng: random.Random) -> Spec:
     extras = [""] * 8 + ["decay", "spread", "inner", "weight", "teacher", "target", "centre", "logged"]
     extras += ["penalty"] if source != "ids" else []
     dtype = rng.choices(["float64", "float32", "bfloat16"], [8, 2, 1])[0]
-    spec = Spec(
+    return Spec(
         source, rows, length, width, rng.choice([4, 6, 8, 16]), tuple(layers),
         task=rng.choice(tasks),
         form=rng.choice(["mean", "mean", "mean", "weighted", "weighted", "selected"]),
@@ -211,16 +211,6 @@ def _draw(rng: random.Random) -> Spec:
         clip_norm=rng.choice([None, None, None, 0.05]),
         seed=rng.randrange(10**6),
     )  # fmt: skip
-    return _without_foreign_faults(spec)
-
-
-def _without_foreign_faults(spec: Spec) -> Spec:
-    """Without what PyTorch itself gets wrong: on CPU the gradient of a Conv3d in bfloat16 and channels last has
-    numbers of memory that nothing was written to (torch 2.13; a kernel of 3 x 1 x 1 shows it)."""
-    if spec.source != "video" or "bfloat16" not in (spec.dtype, spec.autocast):
-        return spec
-    layers = tuple(layer for layer in spec.layers if layer.name != "ToChannelsLast3d")
-    return replace(spec, channels_last=False, layers=layers)
 
 
 def _draw_layer(rng: random.Random, shape: Shape) -> Layer:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fuzz.blocks_any import first, last
+from fuzz.blocks_video import PaddedConv3d
 from fuzz.shape import Shape
 
 Batch = dict[str, Any]
@@ -26,7 +27,7 @@ class Model(nn.Module):
         elif source == "image":
             self.embed = nn.Conv2d(3, shape.width, 3, padding=1)
         elif source == "video":
-            self.embed = nn.Conv3d(3, shape.width, 3, padding=1)
+            self.embed = PaddedConv3d(3, shape.width, 3, padding=1)
         else:
             self.embed = nn.Linear(6, shape.width)
         found = []

@@ -72,8 +72,8 @@ class Checker:
 
 
 def repeats_itself(made: Made, times: int = 8) -> bool:
-    """Whether the step in plain PyTorch has the same gradients each time. On some processors convolutions of volumes in
-    bfloat16 read memory that nobody has written."""
+    """Whether the step in plain PyTorch has the same gradients each time: a kernel may read memory that nobody has
+    written."""
     found = []
     for _ in range(times):
         model = copy.deepcopy(made.model)

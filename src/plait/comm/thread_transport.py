@@ -17,7 +17,7 @@ from plait.comm.monitor import ranks_text, timeout
 from plait.comm.protocol import Take, Work
 from plait.errors import RankFailed, WorldError
 
-CommCall = tuple[Any, ...]  # name, detail, dtype, shape: equal on all ranks of a collective
+CommCall = tuple[Any, ...]  # name, detail, axis, dtype, shape: equal on all ranks of a collective
 Combine = Callable[[list[torch.Tensor]], torch.Tensor]
 Own = Callable[[torch.Tensor], torch.Tensor]
 

@@ -201,7 +201,7 @@ class _FakeRun:
                     " requires_grad=False may change so",
                 )
         self.outside = recorder.outside = Outside(step.reached, self.fakes, recorder, self.mode, self.where, move=move)
-        stack.enter_context(plain_kernels())
+        recorder.kernels = stack.enter_context(plain_kernels())
         stack.enter_context(without_reentrance())
         stack.enter_context(functions_take_whole_rows())
         stack.enter_context(modules_stay())

@@ -12,6 +12,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -74,6 +75,7 @@ class GraphRecorder(TorchDispatchMode):
         self.constant_nodes: list[Node] = []
         self.key: Node | None = None
         self.outside: NodeLookup | None = None  # the tensors that are neither parameters, buffers nor the batch's
+        self.kernels: Callable[[], AbstractContextManager[None]] = nullcontext  # in which results are as on a rank
         self._fake_mode = fake_mode
         self._memo = ShapeMemo()
         self._values: dict[Hashable, FakeTensor] = {}  # the `val` of nodes, by shape, strides and dtype
@@ -222,7 +224,8 @@ class GraphRecorder(TorchDispatchMode):
             return self._mutate(func, args, kwargs)
         run = row.fake or func
         if all(r.alias_info is None for r in func._schema.returns):
-            result = self._memo.call(func, args, kwargs, run, self._fake_mode)
+            with self.kernels():
+                result = self._memo.call(func, args, kwargs, run, self._fake_mode)
         else:
             found = view_on_meta(func, args, kwargs) if run is func else None
             result = run(*args, **kwargs) if found is None else found

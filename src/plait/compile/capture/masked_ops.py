@@ -59,15 +59,11 @@ def _matmul(func: TorchFunction, x: object, other: Any) -> Selected:
     return x.like(torch.matmul(x.values, other))
 
 
-def _norm_over(position: int) -> Callable[..., Selected]:
+def _norm(func: TorchFunction, x: object, shape: Any, *args: Any, **kwargs: Any) -> Selected:
     """layer_norm, rms_norm: the last dims, whose shape is an argument."""
-
-    def handler(func: TorchFunction, x: object, shape: Any, *args: Any, **kwargs: Any) -> Selected:
-        if not isinstance(x, Selected) or len(shape) >= x.ndim:
-            raise dynamic()
-        return x.like(func(x.values, shape, *args, **kwargs))
-
-    return handler
+    if not isinstance(x, Selected) or len(shape) >= x.ndim:
+        raise dynamic()
+    return x.like(func(x.values, shape, *args, **kwargs))
 
 
 def _embedding(func: TorchFunction, index: object, weight: object, *args: Any, **kwargs: Any) -> Selected:
@@ -356,7 +352,7 @@ HANDLERS |= {
     **dict.fromkeys(_POINTWISE, _pointwise),
     **dict.fromkeys(["linear"], _by_row),
     **dict.fromkeys(["matmul", "mm"], _matmul),
-    **dict.fromkeys(["layer_norm", "rms_norm"], _norm_over(1)),
+    **dict.fromkeys(["layer_norm", "rms_norm"], _norm),
     **dict.fromkeys(_ALONG_DIM, _along_dim),
     **dict.fromkeys(_LOSSES, _pointwise_loss),
     **dict.fromkeys(["cross_entropy", "nll_loss"], _class_loss),

@@ -7,7 +7,7 @@ import bisect
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -46,17 +46,33 @@ def modules_stay() -> Iterator[None]:
 
 
 @contextmanager
-def plain_kernels() -> Iterator[None]:
-    """Disable kernels that fuse a recurrent or transformer layer or hide batch-norm state, so that plain ops run."""
-    mkldnn, fast = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
-    torch._C._set_mkldnn_enabled(False)
+def plain_kernels() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Disable kernels that fuse a recurrent or transformer layer or hide batch-norm state, so that plain ops run.
+
+    Yields a context for single ops, in which libraries are enabled as they were: how the result of a convolution lies
+    in memory depends on the library that computes it, and that says whether a reshape of it is a view or a copy.
+    """
+    chosen = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.backends.cudnn.flags(enabled=False):
-            yield
+        with _libraries(mkldnn=False, cudnn=False):
+            yield lambda: _libraries(*chosen)
     finally:
-        torch._C._set_mkldnn_enabled(mkldnn)
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextmanager
+def _libraries(mkldnn: bool, cudnn: bool) -> Iterator[None]:
+    """Context in which torch may use these libraries, or may not."""
+    before = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    torch._C._set_mkldnn_enabled(mkldnn)
+    torch._C._set_cudnn_enabled(cudnn)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before[0])
+        torch._C._set_cudnn_enabled(before[1])
 
 
 def autograd_nodes(result: Tensor) -> Iterator[torch.autograd.graph.Node]:

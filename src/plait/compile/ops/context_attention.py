@@ -170,7 +170,6 @@ class _Writer:
                 self._set(place, self.b.convert(self._get(place), self.part, REPLICATE))
         if self.signature.is_causal(self.call):
             assert self.signature.causal is not None
-            assert self.signature.causal is not None
             self._set(self.signature.causal[0], False)
             assert self.signature.mask is not None
             self._set(self.signature.mask, self._causal_mask())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -190,8 +189,3 @@ def _pixel_unshuffle(x: Array, factor: int) -> Array:
     split = x.reshape(*lead, channels, height // factor, factor, width // factor, factor)
     moved = jnp.moveaxis(split, (-3, -1), (-4, -3))
     return moved.reshape(*lead, channels * factor**2, height // factor, width // factor)
-
-
-def num_elements(shape: Sequence[int]) -> int:
-    """The number of elements of a tensor of this shape."""
-    return math.prod(shape)

@@ -131,9 +131,6 @@ def _convolution_backward(
     return of_x if wanted[0] else None, of_weight if wanted[1] else None, of_bias
 
 
-_NORMS = {0: "none", 1: "ortho", 2: "by n"}
-
-
 def _normalised(x: Array, num: int, normalization: int) -> Array:
     """The sums of a Fourier transform over `num` elements, scaled as torch's number for a norm says."""
     scale = {0: 1.0, 1: 1 / math.sqrt(num), 2: 1 / num}[normalization]
