@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.compile.capture.assignments import parts_of, with_parts
 from plait.compile.capture.captured import Captured, Effect, same_step
 from plait.compile.capture.late_values import LateNumber
 from plait.compile.capture.outside_tensors import hands_on
@@ -87,7 +88,9 @@ def settled(found: Captured, watch: PythonWatch, again: Callable[[], Captured]) 
     if second is None:
         second = found
     for effect in kept:
-        if effect.place in second.outside or (second is found and isinstance(effect.holder.of, (list, deque))):
+        places = [place for place, _ in parts_of(effect.place, effect.now)]
+        grows = second is found and isinstance(effect.holder.of, (list, deque))
+        if grows or any(place in second.outside for place in places):
             lazy = "" if effect.before is not MISSING else ", or read it once, if it is computed on its first use,"
             raise CaptureError(
                 f"the step leaves a tensor at {effect.place} that the next step reads; make it a buffer with"
@@ -146,8 +149,7 @@ def _tracked(
         for effect in plain:
             effect.holder.put(effect.key, effect.now)
         for effect in kept:
-            now: Tensor = effect.now
-            effect.holder.put(effect.key, torch.empty(now.shape, dtype=now.dtype, device="meta"))
+            effect.holder.put(effect.key, with_parts(effect.now, _without_values))
         for place, (holder, key, value) in numbers.items():
             holder.put(key, Tracked(value, asked[place]))
         return asked, again()
@@ -155,6 +157,10 @@ def _tracked(
         return asked, None
     finally:
         watch.reached.put_back()
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _is_number(value: object) -> bool:

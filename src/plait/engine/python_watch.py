@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from plait.compile.capture.assignments import parts_of, with_parts
 from plait.compile.capture.fake_parameters import refuse_scripted
 from plait.compile.capture.python_state import MISSING, Buffer
 from plait.compile.capture.reachable import PLAIN, Reached
@@ -62,10 +63,16 @@ class PythonWatch:
         return found
 
     def exchange(self, place: str, tensor: Tensor) -> None:
-        """Put another tensor at a place."""
-        holder, key = self.reached.slots[place]
-        holder.put(key, tensor)
+        """Put another tensor at a place. A tuple that has the place is made anew."""
+        slots = self.reached.slots
+        slot = place if place in slots else max((each for each in slots if place.startswith(each)), key=len)
+        holder, key = slots[slot]
+        value = holder.now()[key]
+        places = iter([each for each, _ in parts_of(slot, value)])
+        holder.put(key, with_parts(value, lambda old: tensor if next(places) == place else old))
         holder.before = holder.now()
+        if slot != place:
+            self.reached.moved(place, tensor)
 
     def compare(self, places: Iterable[str]) -> None:
         """From now on, compare the values of the tensors at these places too."""

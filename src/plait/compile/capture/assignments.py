@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
 
 from plait.compile.capture.batch_numbers import BatchNumber, plain_numbers
 from plait.compile.capture.captured import Effect
+from plait.compile.capture.fake_parameters import is_real
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.outside_tensors import Outside
 from plait.compile.capture.python_state import MISSING
-from plait.compile.capture.reachable import PLAIN, Reached
+from plait.compile.capture.reachable import PLAIN, Reached, is_searched
 from plait.errors import CaptureError
+
+_DEEPEST = 6  # containers in containers, for tensors that a step leaves in them
 
 
 def assigned(reached: Reached, outside: Outside, recorder: GraphRecorder) -> tuple[dict[str, Tensor], list[Effect]]:
@@ -24,21 +30,104 @@ def assigned(reached: Reached, outside: Outside, recorder: GraphRecorder) -> tup
     for holder, key, before, now in reached.changes():
         now = plain_numbers(now) if isinstance(now, BatchNumber) else now
         place = holder.place_of(key)
-        old = outside.fakes.get(place)
-        if old is None or now is old:
-            node = recorder.nodes.get(id(now)) if isinstance(now, Tensor) else None
-            effects.append(Effect(holder, key, before, now, node is not None and _varies(node)))
-        elif not isinstance(now, Tensor) or (now.shape, now.dtype) != (old.shape, old.dtype):
-            what = f"{now.dtype} of shape {list(now.shape)}" if isinstance(now, Tensor) else type(now).__name__
+        parts = dict(parts_of(place, now))
+        read = [part for part, _ in parts_of(place, before) if part in outside.fakes]
+        if place in read or (read and _same_but_tensors(before, now)):
+            _refuse_shared(dict(parts_of(place, before)), parts, reached)
+            rebound |= _handed_on(read, parts, type(now), outside, recorder)
+        else:
+            nodes = [recorder.nodes.get(id(part)) for part in parts.values()]
+            varies = any(node is not None and _varies(node) for node in nodes)
+            effects.append(Effect(holder, key, before, now, varies))
+    if _prepares(reached, effects):  # a flag for "is prepared" is undone with the preparation
+        effects = [e for e in effects if not (e.before is MISSING and isinstance(e.now, bool))]
+    return rebound, effects
+
+
+def _handed_on(
+    read: Sequence[str], parts: dict[str, Tensor], kind: type, outside: Outside, recorder: GraphRecorder
+) -> dict[str, Tensor]:
+    """The new values of tensors that the step reads and replaces, by place: of one, or of those in a container, such as
+    the (h, c) of an LSTM. Raises CaptureError for one of another dtype or shape."""
+    found: dict[str, Tensor] = {}
+    for place in read:
+        old, new = outside.fakes[place], parts.get(place)
+        if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
+            what = kind.__name__ if new is None else f"{new.dtype} of shape {list(new.shape)}"
             raise CaptureError(
                 f"the step reads {place}, {old.dtype} of shape {list(old.shape)}, and puts {what} in its place; a value"
                 " that the step hands on to the next keeps its type and shape"
             )
-        elif id(now) in recorder.nodes:
-            rebound[place] = now
-    if _prepares(reached, effects):  # a flag for "is prepared" is undone with the preparation
-        effects = [e for e in effects if not (e.before is MISSING and isinstance(e.now, bool))]
-    return rebound, effects
+        if is_real(new):  # one from outside, such as the next of a queue that moves up
+            new = outside.fake_of(new)
+        if new is not old and id(new) in recorder.nodes:
+            found[place] = new
+    return found
+
+
+def _refuse_shared(before: dict[str, Tensor], parts: dict[str, Tensor], reached: Reached) -> None:
+    """Raise CaptureError if one tensor at two places becomes two tensors: it is one input of the graph."""
+    for place, tensor in before.items():
+        other = reached.places.get(id(tensor), place)
+        if other in before and parts.get(place) is not parts.get(other):
+            raise CaptureError(
+                f"the step reads one tensor at {place} and {other}, and puts two in its place; give each place a tensor"
+                " of its own to begin with"
+            )
+
+
+def parts_of(place: str, value: object, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a value, in its containers and in attributes of objects, with the places that `Reached` gives
+    them."""
+    if isinstance(value, Tensor):
+        yield place, value
+    elif depth < _DEEPEST:
+        for key, part in _inside(value):
+            yield from parts_of(f"{place}{key}", part, depth + 1)
+
+
+def with_parts(value: Any, change: Callable[[Tensor], object], depth: int = 0) -> Any:
+    """A value with each of the tensors changed that `parts_of` finds. What has none stays the same object."""
+    if isinstance(value, Tensor):
+        return change(value)
+    inside = dict(_inside(value)) if depth < _DEEPEST else {}
+    news = {key: with_parts(part, change, depth + 1) for key, part in inside.items()}
+    if all(news[key] is part for key, part in inside.items()):
+        return value
+    if isinstance(value, tuple):
+        return type(value)(*news.values()) if hasattr(value, "_fields") else type(value)(news.values())
+    found = copy.copy(value)
+    if isinstance(value, (list, deque)):
+        for number, new in enumerate(news.values()):
+            found[number] = new
+    elif isinstance(value, dict):
+        found.update(zip(value, news.values(), strict=True))
+    else:
+        found.__dict__.update(zip(vars(value), news.values(), strict=True))
+    return found
+
+
+def _inside(value: object) -> Iterator[tuple[str, object]]:
+    """The values in a container or an object, with what their places add to its own."""
+    if isinstance(value, (tuple, list, deque)):
+        yield from ((f"[{number}]", part) for number, part in enumerate(value))
+    elif isinstance(value, dict):
+        yield from ((f"[{key!r}]", part) for key, part in value.items())
+    elif is_searched(value):
+        yield from ((f".{name}", part) for name, part in vars(value).items())
+
+
+def _same_but_tensors(one: object, other: object, depth: int = 0) -> bool:
+    """Whether two values are alike in all but the values of tensors."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor)
+    if one is other or type(one) is not type(other) or depth == _DEEPEST:
+        return one is other
+    if isinstance(one, PLAIN):
+        return one == other
+    parts, others = dict(_inside(one)), dict(_inside(other))
+    alike = (_same_but_tensors(part, others[key], depth + 1) for key, part in parts.items() if key in others)
+    return bool(parts) and parts.keys() == others.keys() and all(alike)
 
 
 def _prepares(reached: Reached, effects: Sequence[Effect]) -> bool:

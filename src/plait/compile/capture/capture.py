@@ -299,7 +299,8 @@ class _FakeRun:
         fakes, recorder, outside = self.fakes, self.recorder, self.outside
         written = {name: b for name, b in fakes.buffers.items() if recorder.was_written(b)}
         written |= fakes.replaced_buffers()
-        moving = {name: p for name, p in fakes.parameters.items() if recorder.was_written(p)}
+        moving: dict[str, Tensor] = {name: p for name, p in fakes.parameters.items() if recorder.was_written(p)}
+        moving |= fakes.replaced_parameters()
         self.rebound, self.effects = assigned(self.step.reached, outside, recorder)
         outside.check_held(written)
         outside.check_made(made := fakes.made_buffers(), written)
@@ -360,7 +361,11 @@ class _FakeRun:
         graph = clean(graph)
         if self.step.precision.of_parameters is not None:
             place_casts(graph, {name for name, (kind, _) in kinds.items() if kind == "parameter"})
-        copy_inputs(graph, [i for i, (out, _) in enumerate(self.results) if out.kind in ("aux", "aux_weight")])
+        own = {name: node for node, (kind, name) in kinds.items() if kind == "buffer"}
+        changing = ("aux", "aux_weight", "buffer")
+        copy_inputs(
+            graph, {i: own.get(out.name, "") for i, (out, _) in enumerate(self.results) if out.kind in changing}
+        )
         return graph
 
     def _error(self, error: Exception, where: str, *details: Any) -> CaptureError:

@@ -61,7 +61,7 @@ class Effect:
         key: where in it.
         before: the value before the step.
         now: the value after the step.
-        derived: whether it is a tensor that depends on the graph's inputs or on random numbers.
+        derived: whether a tensor in it depends on the graph's inputs or on random numbers.
     """
 
     holder: Holder

@@ -6,7 +6,7 @@ that only views may live longer than before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -41,15 +41,17 @@ def clean(graph: Graph) -> Graph:
     return graph
 
 
-def copy_inputs(graph: Graph, indices: Collection[int]) -> None:
-    """Copy those outputs that are views of inputs, which may change later. Changes `graph`."""
+def copy_inputs(graph: Graph, own: Mapping[int, str]) -> None:
+    """Copy those outputs that are inputs or views of them, which may change before they are read: a step may swap two
+    buffers. `own` has the outputs by index, each with the input that gets its value, which need not be copied. Changes
+    `graph`."""
     end = output_node(graph)
     outputs = list(end.args[0])  # type: ignore[arg-type]
-    for index in indices:
+    for index, name in own.items():
         base = node = outputs[index]
         while base.op == "call_function" and is_view(base):
             base = base.all_input_nodes[0]
-        if base.op == "placeholder":
+        if base.op == "placeholder" and node.name != name:
             with graph.inserting_before(end):
                 outputs[index] = graph.call_function(torch.ops.aten.clone.default, (node,))
             outputs[index].meta = {"val": node.meta["val"].clone(), "module": "", "phase": "forward"}

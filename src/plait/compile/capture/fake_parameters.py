@@ -7,7 +7,7 @@ fake tensor above autograd.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,19 +73,40 @@ class FakeParameters:
 
         Raises CaptureError for a value of another dtype or shape.
         """
+        return {name: self._kept_form("buffer", name, new) for name, new in self._replaced(self.buffers)}
+
+    def replaced_parameters(self) -> dict[str, Tensor]:
+        """New values of frozen parameters that the forward has assigned: `self.code = nn.Parameter(..., False)`.
+
+        Raises CaptureError for a parameter that trains, or a value of another dtype or shape.
+        """
         found: dict[str, Tensor] = {}
-        for name, (module, key) in self.places.items():
-            old, new = self.buffers[name], module._buffers.get(key)
-            if new is None or new is old:
-                continue
-            if (new.shape, new.dtype) != (old.shape, old.dtype):
+        for name, new in self._replaced(self.parameters):
+            if self.parameters[name].requires_grad:
                 raise CaptureError(
-                    f"the step replaces the buffer {name}, {old.dtype} of shape {list(old.shape)}, by a tensor of"
-                    f" {new.dtype} and shape {list(new.shape)}; a buffer keeps its type and shape. If only the first"
-                    " forward makes it so, run the model once on a batch, model(x), before you hand it over"
+                    f"the step puts another parameter in the place of {name}, and an optimizer goes on with the former"
+                    " one; make it a buffer, or give it requires_grad=False"
                 )
-            found[name] = new
+            found[name] = self._kept_form("parameter", name, new).detach()
         return found
+
+    def _replaced(self, before: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The names of tensors in whose place the forward has put others, with these."""
+        for name, old in before.items():
+            module, key = self.places[name]
+            new = module._parameters.get(key, module._buffers.get(key))
+            if new is not None and new is not old:
+                yield name, new
+
+    def _kept_form(self, kind: str, name: str, new: Tensor) -> Tensor:
+        old = self.buffers[name] if kind == "buffer" else self.parameters[name]
+        if (new.shape, new.dtype) != (old.shape, old.dtype):
+            raise CaptureError(
+                f"the step replaces the {kind} {name}, {old.dtype} of shape {list(old.shape)}, by a tensor of"
+                f" {new.dtype} and shape {list(new.shape)}; a {kind} keeps its type and shape. If only the first"
+                " forward makes it so, run the model once on a batch, model(x), before you hand it over"
+            )
+        return new
 
 
 def refuse_odd_tensors(model: nn.Module) -> None:
@@ -144,8 +165,7 @@ def fake_parameters(
                         continue
                     fake = fake_like(real, fake_mode, device if move or real.is_meta else real.device)
                     own[key] = where[name] = fake  # type: ignore[assignment]
-                    if own is module._buffers:
-                        found.places[name] = (module, key)
+                    found.places[name] = (module, key)
                     found.made[id(real)] = fake
                     found.names[id(real)] = found.names[id(fake)] = name
                     seen |= {id(real): real, id(fake): fake}

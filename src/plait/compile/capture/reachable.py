@@ -400,6 +400,15 @@ def _is_open(kind: type) -> bool:
     return kind.__module__.partition(".")[0] not in _CLOSED or kind.__module__.startswith(_KEEPING)
 
 
+def is_searched(value: Any) -> bool:
+    """Whether a walk goes through the attributes of an object as values that a step may replace. It is no module, no
+    class and no function, which stay what they are."""
+    kinds = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType, *PLAIN)
+    if isinstance(value, kinds) or not isinstance(getattr(value, "__dict__", None), dict):
+        return False
+    return _is_open(type(value))  # type: ignore[arg-type]
+
+
 @functools.cache
 def _file(kind: type) -> str:
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
