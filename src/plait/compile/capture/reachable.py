@@ -403,10 +403,10 @@ def _is_open(kind: type) -> bool:
 def is_searched(value: Any) -> bool:
     """Whether a walk goes through the attributes of an object as values that a step may replace. It is no module, no
     class and no function, which stay what they are."""
-    kinds = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType, *PLAIN)
-    if isinstance(value, kinds) or not isinstance(getattr(value, "__dict__", None), dict):
+    kind: Any = type(value)
+    if issubclass(kind, (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType, *PLAIN)):
         return False
-    return _is_open(type(value))  # type: ignore[arg-type]
+    return _is_open(kind) and isinstance(getattr(value, "__dict__", None), dict)
 
 
 @functools.cache
