@@ -173,6 +173,19 @@ def stops() -> Stops:
     return Stops()
 
 
+class Centred(Stops):
+    """Has a trained centre, which also follows the mean of the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x - self.centre)
+        self.centre.data = self.centre.data * 0.9 + x.mean(0) * 0.1
+        return found
+
+
 class Keeps(nn.Module):
     """Moves a frozen copy of its weights, as a momentum encoder does; may also keep a mean of its rows."""
 
@@ -277,6 +290,10 @@ def other_numbers_under_ddp(world: World) -> dict[str, Any]:
         step(stops_loss, Keeps(rows=True))
     except LossError as error:
         found["keeps rows"] = str(error)
+    try:
+        step(stops_loss, Centred())
+    except LossError as error:
+        found["centred"] = str(error)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         sgd = functools.partial(torch.optim.SGD, lr=0.1)

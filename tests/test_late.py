@@ -317,6 +317,18 @@ def test_ctc_loss_reads_its_lengths_from_tensors(reduction: str) -> None:
         assert report.ok and not report.without_rule, plan
 
 
+def test_ctc_loss_under_autocast_is_in_float32() -> None:
+    given = {"x": torch.randn(4, 12, 6), "y": torch.randint(1, 5, (4, 3)), "n": torch.full((4,), 12)}
+    given["letters"] = torch.full((4,), 3)
+
+    def loss_fn(model: Any, b: Any) -> Tensor:
+        found = model(b["x"]).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(found, b["y"], b["n"], b["letters"], zero_infinity=True)
+
+    report = plait.verify(nn.Linear(6, 5), loss_fn, given, "data=2 precision=bf16")
+    assert report.ok, report
+
+
 def test_ctc_loss_of_targets_without_padding_is_refused_by_its_line() -> None:
     given = {
         "x": torch.randn(2, 12, 8), "y": torch.randint(1, 6, (6,)), "frames": torch.tensor([12, 11]),

@@ -181,6 +181,7 @@ def test_what_ddp_makes_another_number_of_is_refused() -> None:
         assert float(found["random_loss"]) > 0  # of which no two are the same: nothing is known
         assert found["allowed"] > 0
         assert "a step leaves something of its rows in mean (rank 0 has found so)" in found["keeps rows"]
+        assert "a step leaves something of its rows in centre (rank 0 has found so)" in found["centred"]
         assert found["keeps"] == pytest.approx(ranks.keeps(rows=False), rel=1e-5)  # the checks leave the copy as it is
         assert "add batchnorm=local to the plan" in found["norm "] and found["norm batchnorm=local"] > 0
 

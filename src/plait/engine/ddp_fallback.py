@@ -224,14 +224,14 @@ class EagerExecutor:
         train = _batch_norm(self.model) is None
 
         def taken(part: Any, size: int, train: bool, seed: int = 0) -> tuple[float, float, dict[str, Tensor]]:
-            """A loss, its weight, and the values of the model that have no gradient, from the state of now."""
+            """A loss, its weight, and the values that a forward has left in the model, from the state of now."""
             with _restored(self.model, self.loss_fn):
                 self.model.train(train)
                 torch.manual_seed(seed)
                 self._loss.num_rows = size
                 total = float(self._loss(part))
-                own = [*self.model.named_parameters(), *self.model.named_buffers()]
-                return total, float(self._loss.weight), {name: value for name, value in own if not value.requires_grad}
+                left = dict[str, Tensor](self.model.named_parameters()) | dict(self.model.named_buffers())
+                return total, float(self._loss.weight), left
 
         whole = taken(rows, num, train)
         kept = taken(take_rows(rows, num, 0, half), half, train)[2]
@@ -324,8 +324,8 @@ class _Halves:
         whole: the loss of the rows.
         halves: the combined loss of the two halves.
         apart: the difference; 0 within rounding, and if the loss is random, as no two evaluations agree then.
-        changed: the name of a buffer, or of a parameter without a gradient, that the rows left other than one half
-            would have; empty if there is none.
+        changed: the name of a buffer or parameter that the rows left other than one half would have; empty if there is
+            none.
     """
 
     whole: float = 0.0

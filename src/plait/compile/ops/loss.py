@@ -131,6 +131,8 @@ def with_lengths(
             )
         return NotImplemented
     lengths = [torch.as_tensor(n, device=targets.device).long() for n in (input_lengths, target_lengths)]
+    if torch.is_autocast_enabled(log_probs.device.type):  # which runs it in float32
+        log_probs = log_probs.float()
     loss, _ = ctc_loss(log_probs.contiguous(), targets, *lengths, blank, zero_infinity)
     if zero_infinity:
         loss = torch.where(loss == float("inf"), torch.zeros_like(loss), loss)
