@@ -20,6 +20,7 @@ from plait.comm.protocol import World
 from plait.compile.capture.capture import LossFn
 from plait.compile.sharding.sharded_fraction import ShardedFraction
 from plait.cost.noise_scale import NoiseSample
+from plait.engine.arguments import check_arguments
 from plait.engine.checkpoint import load, saved_state, snapshot
 from plait.engine.checkpoint.write import Saver
 from plait.engine.compiler import CaptureReport, Captures, Compiler
@@ -148,6 +149,7 @@ class Trainer:
         compiler: Compiler | None = None,
     ) -> None:
         check_given(model, loss_fn, optimizer, clip_norm)
+        check_arguments(on_nan=on_nan)
         self.plan = resolve_plan(plan)
         if self.plan.workers:
             raise PlanError(
