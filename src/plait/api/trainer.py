@@ -149,7 +149,10 @@ class Trainer:
         compiler: Compiler | None = None,
     ) -> None:
         check_given(model, loss_fn, optimizer, clip_norm)
-        check_arguments(on_nan=on_nan)
+        check_arguments(
+            layouts=layouts, seed=seed, scheduler=scheduler, callbacks=callbacks, on_nan=on_nan, scratch=scratch,
+            trace=trace, allow=allow, noise_every=noise_every, world=world,
+        )  # fmt: skip
         self.plan = resolve_plan(plan)
         if self.plan.workers:
             raise PlanError(
@@ -337,6 +340,7 @@ class Trainer:
 
         Raises CheckpointError for a dict that is no trainer's state.
         """
+        check_arguments(state=state)
         if not {"model", "step"} <= set(state):
             raise CheckpointError(f"a trainer's state has model, optimizer and step; this one has {sorted(state)}")
         if not self.engine.is_prepared:
@@ -390,6 +394,7 @@ class Trainer:
         `with trainer.ema(0.999).applied(): trainer.evaluate(...)` evaluates it, and `gathered(ema=True)` gives it to
         the model. Checkpoints contain it. Raises PlanError for replicas that synchronize later.
         """
+        check_arguments(decay=decay)
         if self.plan.relaxed_axis:
             raise PlanError(
                 f"the plan {self.plan.title!r} has replicas that agree later, each of which would have an average of"
@@ -414,6 +419,7 @@ class Trainer:
 
         Raises CheckpointError, which names the file that could not be written. Earlier checkpoints stay as they were.
         """
+        check_arguments(path=path, extra=extra, keep=keep)
         self.engine.check_last()
         saved_state.save(self.state, path, extra or {}, keep, self._saver, wait)
 
@@ -424,6 +430,7 @@ class Trainer:
         batch the model is compared, and the rest is loaded with that batch. Raises CheckpointError, with nothing
         changed, which names a damaged file or what differs in the model or the optimizer.
         """
+        check_arguments(path=path)
         self._saver.wait()
         if self.engine.is_prepared:
             return load.load(self.state, path)
@@ -437,6 +444,7 @@ class Trainer:
         Dtypes are converted. Before the first batch names and shapes are compared, and the weights are loaded with that
         batch. Raises CheckpointError, which says which names or shapes differ from the model's.
         """
+        check_arguments(path=path)
         self._saver.wait()
         if self.engine.is_prepared:
             load.load_weights(self.state, path)
