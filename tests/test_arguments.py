@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait import CheckpointError, ConfigError, LayoutError, PlanError, Trainer
+from plait import BatchError, CheckpointError, ConfigError, LayoutError, PlanError, Trainer
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -168,3 +169,42 @@ def test_what_a_table_cannot_take_is_named(given: dict[str, Any], message: str) 
 def test_what_a_loader_cannot_take_is_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plait.loader(list(range(8)), 4, **given)
+
+
+WITHOUT_VALUES = [
+    ({"x": torch.ones(8, 4, device="meta")}, "x of the batch is on the meta device, and has no values"),
+    ({"x": [torch.ones(8, 4, device="meta")]}, "x.0 of the batch is on the meta device"),
+]
+
+
+def nested() -> dict[str, Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that the interface may change
+        return {"x": torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)])}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("method", ["step", "forward_backward", "evaluate"])
+@pytest.mark.parametrize(("batch", "message"), [*WITHOUT_VALUES, (None, "holds no tensor"), (nested, "nested tensor")])
+def test_a_batch_that_no_step_can_compute_with_is_named(batch: Any, message: str, method: str, first: bool) -> None:
+    one = trainer()
+    if not first:
+        one.step(rows())
+    with pytest.raises(BatchError, match=message):
+        getattr(one, method)(batch() if callable(batch) else batch)
+    one.step(rows())
+
+
+@pytest.mark.parametrize("name", ["verify", "explain", "memory", "simulate", "search"])
+@pytest.mark.parametrize("batch", [None, 3, {"n": 3}])
+def test_a_batch_without_a_tensor_is_named_whatever_the_plan(name: str, batch: Any) -> None:
+    function = getattr(plait, name)
+    right = {"model": nn.Linear(4, 2), "loss_fn": loss_fn, "batch": batch, "plan": "data=2", "cluster": "h100x2"}
+    with pytest.raises(BatchError, match="the batch holds no tensor: it is"):
+        function(**{key: value for key, value in right.items() if key in inspect.signature(function).parameters})
+
+
+@pytest.mark.parametrize(("batch", "message"), WITHOUT_VALUES)
+def test_verify_needs_values(batch: Any, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        plait.verify(nn.Linear(4, 2), loss_fn, batch, "data=2")

@@ -32,6 +32,7 @@ from plait.engine.environment import resolve_plan, resolve_trace
 from plait.engine.executor import StepExecutor
 from plait.engine.gathered import gathered, not_started
 from plait.engine.gradient_noise import NoiseMeter, check_noise_every
+from plait.engine.local_batch import check_values
 from plait.engine.rank_optimizers import OptimizerFactory
 from plait.engine.setup_checks import check_given, check_plan, place_here
 from plait.engine.trace_folder import write_plan, write_trace
@@ -257,6 +258,7 @@ class Trainer:
         return self._forward_backward(batch)
 
     def _forward_backward(self, batch: Any, updates: bool = False) -> Any:
+        check_values(batch)
         self.prepare(batch)
         self._saver.check(self.step_number)
         if self._noise is not None:

@@ -28,7 +28,7 @@ from plait.compile.rank_program import RankProgram
 from plait.compile.stages.split import Pipeline
 from plait.engine.arguments import check_arguments
 from plait.engine.compiler import Captures, Compiler
-from plait.engine.local_batch import step_key
+from plait.engine.local_batch import check_values, step_key
 from plait.engine.model_copy import Twin, preserved
 from plait.engine.optimizer_step import equal_draws
 from plait.engine.rank_optimizers import OptimizerFactory, make_optimizer
@@ -78,6 +78,7 @@ class Verifier:
         check_arguments(steps=steps, seed=seed)
         if steps < 1:
             raise PlanError(f"steps={steps}: verify takes 1 step or more")
+        check_values(batch)
         self.captures = Captures(model, loss_fn, warns=False)  # plans differ in their microbatches
         self.batch = batch
         self.optimizer = optimizer

@@ -20,6 +20,7 @@ from plait.compile.capture.batch import (
     batch_numbers,
     count_rows,
     map_batch,
+    no_tensor,
     row_dims,
     row_sizes,
     sequence_dims,
@@ -96,7 +97,7 @@ def capture(
     """
     leaves = batch_leaves(batch)
     if not leaves:
-        raise BatchError(f"the batch holds no tensor: it is {_brief(batch)}")
+        raise no_tensor(batch)
     if empty := [name for name, num in row_sizes(batch) if num == 0]:
         raise BatchError(f"the batch has 0 rows: {empty[0]} has shape {list(leaves[empty[0]].shape)}")
     with one_at_a_time, _quiet_log(), collection_paused():
@@ -377,11 +378,6 @@ def _results(loss: Loss) -> list[tuple[Output, Tensor]]:
         if part.kind == RATIO:
             found.append((Output("aux_weight", name), torch.as_tensor(part.weight)))
     return found
-
-
-def _brief(batch: Any) -> str:
-    text = repr(batch)
-    return text if len(text) <= 60 else f"a {type(batch).__name__}"
 
 
 def _identifier(name: str) -> str:
