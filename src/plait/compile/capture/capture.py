@@ -223,6 +223,7 @@ class _FakeRun:
         self.batch = map_batch(
             lambda name, leaf: leaves.get(name, self.numbers.in_place_of(name, leaf)), step.batch
         )  # fmt: skip
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it reads numbers, and fake tensors have none
         stack.enter_context(torch.set_grad_enabled(step.differentiate))
         casts = stack.enter_context(step.precision.casting(step.model, self.fakes.made))
         for name, copy in casts.items():
