@@ -42,6 +42,8 @@ from plait.plan.annotation import Annotations
 from plait.plan.plan import Plan
 from plait.spec.layout import Layout
 
+_TRAINS = torch.inference_mode(False)  # for what makes or changes tensors that later steps write
+
 
 class StepEnd:
     """The argument of a callback after each step. Values are global, or with sync=N those of this rank's replica.
@@ -129,6 +131,7 @@ class Trainer:
     Raises PlanError for a plan that cannot train this model, before any step.
     """
 
+    @_TRAINS
     def __init__(
         self,
         model: nn.Module,
@@ -222,6 +225,7 @@ class Trainer:
         """The captures of the step so far: their number, their times, and what caused each."""
         return self.engine.captures
 
+    @_TRAINS
     def prepare(self, batch: Any) -> None:
         """Capture the step, lower it under the plan and place the parameters, as the first `step` would."""
         if not self.engine.prepare(batch):
@@ -232,6 +236,7 @@ class Trainer:
         for take_over in pending:
             take_over()
 
+    @_TRAINS
     def step(self, batch: Any) -> Any:
         """Take one training step on a global batch, or on this rank's LocalBatch.
 
@@ -243,6 +248,7 @@ class Trainer:
         self.optimizer_step()
         return found
 
+    @_TRAINS
     def forward_backward(self, batch: Any) -> Any:
         """Run the first half of `step`: the same result, and no parameter is changed.
 
@@ -279,6 +285,7 @@ class Trainer:
         if self._noise is not None:
             self._noise.drop()
 
+    @_TRAINS
     def optimizer_step(self) -> Tensor | None:
         """Run the second half of `step`: clip the gradients, update, step the scheduler and call the callbacks.
 
@@ -300,10 +307,10 @@ class Trainer:
         return norm
 
     def _end_of(self, number: int, last: StepLoss, norm: Tensor | None) -> StepEnd:
-        noise = self._noise
-        measured = (None, None) if noise is None else (noise.last, noise.running.scale)
+        measured = (None, None) if (noise := self._noise) is None else (noise.last, noise.running.scale)
         return StepEnd(number, last.loss, norm, last.outputs or {}, *measured)
 
+    @_TRAINS
     def evaluate(self, data: Any) -> Any:
         """The loss without gradients, in evaluation mode, as a float: of one batch, or over a loader or list of
         batches.
@@ -314,6 +321,7 @@ class Trainer:
         """
         return self.engine.evaluate(data)
 
+    @_TRAINS
     def agree(self) -> None:
         """Synchronize replicas that do so every n steps now, as after the last step. Does nothing under other plans."""
         if self.state.replicas is not None:
@@ -337,6 +345,7 @@ class Trainer:
         """
         return snapshot.take(self.state)
 
+    @_TRAINS
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that was made under any plan. Before the first batch it is kept until then.
 
@@ -360,6 +369,7 @@ class Trainer:
             return snapshot.full_model(self.executor)
 
     @contextmanager
+    @_TRAINS
     def gathered(
         self, rank: int | None = None, *, write: bool = True, at_once: bool = True, ema: bool = False
     ) -> Iterator[nn.Module]:
@@ -390,6 +400,7 @@ class Trainer:
             else:
                 yield stack.enter_context(gathered(self.state, rank, write and not ema, at_once))
 
+    @_TRAINS
     def ema(self, decay: float) -> MovingAverage:
         """Keep an exponential moving average of the weights from now on, sharded like them and updated by each step.
 
@@ -407,6 +418,7 @@ class Trainer:
             average.begin(self.executor)
         return average
 
+    @_TRAINS
     def save(
         self, path: str | Path, extra: Mapping[str, Any] | None = None, *, keep: int = 2, wait: bool = True
     ) -> None:
@@ -425,6 +437,7 @@ class Trainer:
         self.engine.check_last()
         saved_state.save(self.state, path, extra or {}, keep, self._saver, wait)
 
+    @_TRAINS
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load a checkpoint, or the newest one in a folder or URL, and return its `extra`.
 
@@ -440,6 +453,7 @@ class Trainer:
         self._pending.append(lambda: load.load(self.state, folder))
         return extra
 
+    @_TRAINS
     def load_weights(self, path: str | Path) -> None:
         """Load weights alone: from a checkpoint, a .safetensors file, or a folder in the form of Hugging Face.
 

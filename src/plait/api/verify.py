@@ -28,7 +28,7 @@ from plait.compile.rank_program import RankProgram
 from plait.compile.stages.split import Pipeline
 from plait.engine.arguments import check_arguments
 from plait.engine.compiler import Captures, Compiler
-from plait.engine.local_batch import check_values, step_key
+from plait.engine.local_batch import check_values, step_key, without_inference
 from plait.engine.model_copy import Twin, preserved
 from plait.engine.optimizer_step import equal_draws
 from plait.engine.rank_optimizers import OptimizerFactory, make_optimizer
@@ -63,6 +63,7 @@ class Verifier:
     The arguments are those of the function `verify`.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         model: nn.Module,
@@ -80,13 +81,14 @@ class Verifier:
             raise PlanError(f"steps={steps}: verify takes 1 step or more")
         check_values(batch)
         self.captures = Captures(model, loss_fn, warns=False)  # plans differ in their microbatches
-        self.batch = batch
+        self.batch = without_inference(batch)
         self.optimizer = optimizer
         self.steps = steps
         self.seed = seed
         self.clip_norm = clip_norm
         self._references: dict[Any, Reference] = {}
 
+    @torch.inference_mode(False)
     def verify(self, plan: Plan | str, *, layouts: Annotations | None = None, tolerance: float = 1e-4) -> Report:
         """Compare `steps` steps under `plan` with one device; see the function `verify`."""
         plan = Plan.of(plan)

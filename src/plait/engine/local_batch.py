@@ -19,6 +19,7 @@ from plait.compile.capture.batch import (
     batch_tensors,
     count_rows,
     is_container,
+    map_batch,
     map_rows,
     row_lists,
     row_sizes,
@@ -64,6 +65,11 @@ def check_values(batch: Any) -> None:
             f"{without[0]} of the batch is on the meta device, and has no values to compute with; give a tensor with"
             " values (explain, memory, simulate and search need none)"
         )
+
+
+def without_inference(batch: Any) -> Any:
+    """The batch with copies of tensors that were made under torch.inference_mode(), of which autograd keeps none."""
+    return map_batch(lambda _, leaf: leaf.clone() if torch.is_tensor(leaf) and leaf.is_inference() else leaf, batch)
 
 
 def global_like(batch: LocalBatch) -> Any:

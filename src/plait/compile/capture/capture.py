@@ -162,7 +162,7 @@ def _with_inputs(step: _Step, numbers: Collection[str]) -> Captured:
 def _capture(step: _Step, numbers: Collection[str], merges: bool) -> Captured:
     with nothing_drawn(step.reached.sources, step.reached.iterators):
         try:
-            with ExitStack() as stack:
+            with torch.inference_mode(False), ExitStack() as stack:
                 run = _FakeRun(step, numbers, merges, stack)
                 loss = run.forward()
                 gradients = run.backward(loss) if step.differentiate else {}
