@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import gc
 import linecache
 
@@ -391,3 +392,21 @@ def test_powers_in_place():
 
     report = plait.verify(Model(4, 4).double(), lambda m, b: m(b).mean(), torch.randn(4, 4).double(), "data=2")
     assert report.ok, report
+
+
+@pytest.mark.parametrize("check_nan", [True, False])
+def test_a_step_is_captured_alike_while_torch_looks_for_anomalies(check_nan: bool) -> None:
+    """Anomaly mode reads the numbers of gradients, which fake tensors do not have."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    batch = torch.randn(8, 4)
+
+    def losses() -> list[float]:
+        trainer = plait.Trainer(copy.deepcopy(model), linear_loss, functools.partial(torch.optim.SGD, lr=0.1), "")
+        return [float(trainer.step(batch)) for _ in range(2)]
+
+    expected = losses()
+    with torch.autograd.set_detect_anomaly(True, check_nan):
+        assert losses() == expected
+        assert torch.is_anomaly_enabled()
+        assert torch.is_anomaly_check_nan_enabled() is check_nan
+        assert plait.verify(model, linear_loss, batch, "tensor=2").ok

@@ -380,3 +380,48 @@ def test_a_number_in_a_buffer_that_the_step_changes_is_refused() -> None:
 def test_arithmetic_with_an_array_that_is_not_known_is_refused_by_its_line() -> None:
     with pytest.raises(plait.PlaitError, match=r"test_late.py:\d+.*Python needs the number in a tensor"):
         plait.verify(net(), lambda m, b: m(b["x"]).mean() * (16 // b["m"].numpy()), batch(), "tensor=2")
+
+
+def without_source(lines: str) -> Loss:
+    """A loss function that `exec` made, of which there is bytecode alone."""
+    made: dict[str, Any] = {"F": F, "LOG": LOG}
+    inside = "".join(f"    {line}\n" for line in lines.splitlines())
+    exec(f"def loss_fn(m, b):\n    loss = F.cross_entropy(m(b['x']), b['y'])\n{inside}    return loss\n", made)
+    return made["loss_fn"]
+
+
+@pytest.mark.filterwarnings("ignore:the step reads the number of a tensor at <string>")
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "if loss.isnan(): print('nan')",
+        "if not loss.isfinite():\n    print('loss', loss.item(), sep=f'{loss.item()}')\n    LOG.info('%s', loss)",
+        "if loss.isnan().any():\n    LOG.root.warning('nan')\nelse:\n    pass",
+        "if loss > 1e6: LOG.warning('loss %s', str(loss.item()))",
+        "assert loss.isfinite().all()\nif loss.isnan(): print('nan')",
+        "for _ in range(2):\n    if loss.isnan(): print('nan')",
+        "if loss.isnan():\n    print('nan')\n    return loss",
+    ],
+)
+def test_lines_that_only_show_are_passed_by_without_source(lines: str) -> None:
+    assert plait.verify(net(), without_source(lines), batch(), "data=2").ok
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "if loss > 1: loss = loss * 2",
+        "if loss > 1: b['y'].add_(1)",
+        "if loss > 1: print.calls = 1",
+        "if loss > 1: LOG.info('high').append(1)",
+        "if loss > 1:\n    print('high')\n    LOG.setLevel(1)",
+        "if loss > 1: seen = print('high')",
+    ],
+)
+def test_lines_that_do_more_are_named_without_source(lines: str) -> None:
+    with pytest.raises(
+        plait.CaptureError, match=r"<string>:\d+ \(its source is not available\): Python needs the"
+    ) as e:
+        plait.verify(net(), without_source(lines), batch(), "data=2")
+    assert e.value.line == 3
+    assert "only prints or logs" in str(e.value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -238,3 +240,50 @@ def test_when_the_hosts_memory_ends_the_message_has_each_class_and_what_would_ta
     with pytest.raises(RankFailed, match=message) as caught:
         plait.run_ranks(Plan.parse("data=2").mesh, rank)
     assert isinstance(caught.value.__cause__, DeviceMemoryError)
+
+
+def branching(model: nn.Module, batch: Any) -> Tensor:
+    loss = loss_fn(model, batch)
+    return loss if loss > 0 else -loss
+
+
+@pytest.mark.filterwarnings("ignore:the model runs as it is")
+@pytest.mark.parametrize("loss", [loss_fn, branching])
+def test_inference_mode_changes_nothing(loss: Any, tmp_path: Path) -> None:
+    def trained(trainer: Trainer, batch: Any) -> list[float]:
+        found = [float(trainer.step(batch)), trainer.evaluate(batch)]
+        trainer.ema(0.9)
+        trainer.save(tmp_path)
+        found.append(float(trainer.step(batch)))
+        trainer.load(tmp_path)
+        return found
+
+    def continued(trainer: Trainer) -> list[float]:
+        trainer.save(tmp_path)
+        return [float(trainer.step(rows())) for _ in range(2)]
+
+    model, adam = mlp(), functools.partial(torch.optim.Adam, lr=0.01)
+    one = Trainer(copy.deepcopy(model), loss, adam, "", clip_norm=1.0)
+    expected = trained(one, rows())
+    with torch.inference_mode():
+        other = Trainer(model, loss, adam, "", clip_norm=1.0)
+        assert trained(other, {"x": rows()["x"].clone()}) == expected
+        assert torch.is_inference_mode_enabled()
+    assert continued(other) == continued(one)
+
+
+def test_plans_are_verified_and_predicted_in_inference_mode() -> None:
+    given = (mlp(), loss_fn)
+    with torch.inference_mode():
+        batch = {"x": rows()["x"].clone()}
+        assert plait.verify(*given, batch, "data=2").ok
+        assert plait.memory(*given, batch, "data=2").peak == plait.memory(*given, rows(), "data=2").peak
+        assert str(plait.explain(*given, batch, "data=2")) == str(plait.explain(*given, rows(), "data=2"))
+
+
+def test_a_model_that_was_made_in_inference_mode_is_named() -> None:
+    with torch.inference_mode():
+        model = mlp()
+    with pytest.raises(PlanError, match=r"0.weight was made under torch.inference_mode\(\), .*copy.deepcopy\(model\)"):
+        Trainer(model, loss_fn, SGD, "")
+    Trainer(copy.deepcopy(model), loss_fn, SGD, "").step(rows())

@@ -12,10 +12,11 @@ from plait.compile.capture.batch import take_rows
 from plait.compile.capture.capture import LossFn
 from plait.compile.rank_program import RankProgram
 from plait.cost.memory_model import human_bytes
+from plait.engine.arguments import check_arguments
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.local_batch import num_rows
 from plait.engine.local_sgd.replicas import bytes_sent
-from plait.engine.setup_checks import check_plan, check_step
+from plait.engine.setup_checks import check_model, check_plan, check_step
 from plait.errors import BatchError
 from plait.plan.annotation import Annotations
 from plait.plan.key_values import Interval
@@ -41,7 +42,9 @@ def explain(
 
     Raises PlanError, LayoutError or CaptureError as the Trainer would.
     """
-    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    check_model(model, loss_fn)
+    check_arguments(layouts=layouts)
+    plan = Plan.of(plan)
     check_plan(plan, model, None)
     own = _batch_of_worker(batch, plan) if plan.workers else batch
     compiled = check_step(Compiler(Captures(model, loss_fn), plan.inner_plan, layouts), own, plan)

@@ -17,12 +17,13 @@ from plait.compile.capture.capture import LossFn
 from plait.compile.rank_program import RankProgram
 from plait.compile.stage_costs import cut_within
 from plait.cost.memory_model import GRADIENTS, OPTIMIZER, PARAMETERS, RankMemory, single_changes
+from plait.engine.arguments import check_arguments
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.dry_run import dry_run
 from plait.engine.local_batch import batch_of_replica, num_rows
 from plait.engine.local_sgd.replicas import bytes_kept
 from plait.engine.rank_optimizers import OptimizerFactory
-from plait.engine.setup_checks import check_plan, check_step
+from plait.engine.setup_checks import check_given, check_plan, check_step
 from plait.errors import PlanError
 from plait.plan.annotation import Annotations
 from plait.plan.axes import stage_axis
@@ -57,8 +58,9 @@ def memory(
 
     Raises PlanError, LayoutError or CaptureError as the Trainer would.
     """
-    estimator = Estimator(model, loss_fn, batch, optimizer, layouts)
-    return estimator.estimate(Plan.parse(plan) if isinstance(plan, str) else plan)
+    check_given(model, loss_fn, optimizer)
+    check_arguments(layouts=layouts)
+    return Estimator(model, loss_fn, batch, optimizer, layouts).estimate(Plan.of(plan))
 
 
 class Estimator:

@@ -28,8 +28,10 @@ from plait.cost.plan_search import search as search_plans
 from plait.cost.step_program import CollectiveCall, OpCall, StepProgram
 from plait.cost.transformer_simulation import misses_by
 from plait.cost.transformer_step import CellTimes, StateTimes, StepEstimate
+from plait.engine.arguments import check_arguments
 from plait.engine.local_batch import num_rows, num_tokens
 from plait.engine.rank_optimizers import OptimizerFactory
+from plait.engine.setup_checks import check_given
 from plait.errors import LayoutError, PlanError
 from plait.plan.annotation import Annotations
 from plait.plan.axes import axis_kind
@@ -78,7 +80,9 @@ def search(
     PlanError if no plan is legal or none fits, CaptureError for a model that cannot be captured, and ConfigError for an
     unknown cluster.
     """
-    where = find_cluster(cluster) if isinstance(cluster, str) else cluster
+    check_given(model, loss_fn, optimizer, clip_norm)
+    check_arguments(cluster=cluster, layouts=layouts, limits=limits)
+    where = cluster if isinstance(cluster, Cluster) else find_cluster(cluster)
     rows = num_rows(batch)
     evaluator = ModelEvaluator(
         model, loss_fn, lambda _: batch, rows, where, optimizer, layouts, clip_norm=clip_norm

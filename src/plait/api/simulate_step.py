@@ -21,6 +21,7 @@ from plait.compile.step_calls import gathers_after_update, step_program
 from plait.cost.collective_time import CollectiveKind, collective_time
 from plait.cost.step_program import AxisCollective, CollectiveCall, OpCall, ProgramCall, StepProgram, moved_by
 from plait.cost.step_simulation import StepSimulator, check_ranks
+from plait.engine.arguments import check_arguments
 from plait.engine.local_batch import batch_of_replica, num_rows, num_tokens
 from plait.engine.local_sgd.replicas import bytes_sent
 from plait.engine.local_tensors import summed_square_axes
@@ -75,7 +76,7 @@ def simulate(
     and for more ranks than the cluster has devices; ConfigError for a cluster that is not known.
     """
     simulator = Simulator(model, loss_fn, batch, cluster, optimizer=optimizer, layouts=layouts, clip_norm=clip_norm)
-    return simulator.simulate(Plan.parse(plan) if isinstance(plan, str) else plan, memory)
+    return simulator.simulate(Plan.of(plan), memory)
 
 
 class Simulator:
@@ -95,9 +96,10 @@ class Simulator:
         clip_norm: float | None = None,
     ) -> None:
         check_given(model, loss_fn, optimizer, clip_norm)
+        check_arguments(cluster=cluster, layouts=layouts)
         if not num_rows(batch):
             raise BatchError("the batch has no rows: there is nothing to train on; give one with a row or more")
-        self.cluster = find_cluster(cluster) if isinstance(cluster, str) else cluster
+        self.cluster = cluster if isinstance(cluster, Cluster) else find_cluster(cluster)
         self._model = model
         self._given = (loss_fn, batch, optimizer, layouts, built)
         self._estimators: dict[int, Estimator] = {}  # by the number of equal layers that are lowered; 0 for all

@@ -20,6 +20,7 @@ from plait.comm.protocol import World
 from plait.compile.capture.capture import LossFn
 from plait.compile.sharding.sharded_fraction import ShardedFraction
 from plait.cost.noise_scale import NoiseSample
+from plait.engine.arguments import check_arguments
 from plait.engine.checkpoint import load, saved_state, snapshot
 from plait.engine.checkpoint.write import Saver
 from plait.engine.compiler import CaptureReport, Captures, Compiler
@@ -31,6 +32,7 @@ from plait.engine.environment import resolve_plan, resolve_trace
 from plait.engine.executor import StepExecutor
 from plait.engine.gathered import gathered, not_started
 from plait.engine.gradient_noise import NoiseMeter, check_noise_every
+from plait.engine.local_batch import check_values
 from plait.engine.rank_optimizers import OptimizerFactory, SchedulerFactory
 from plait.engine.setup_checks import check_given, check_plan, place_here
 from plait.engine.trace_folder import write_plan, write_trace
@@ -39,6 +41,8 @@ from plait.errors import CheckpointError, PlanError
 from plait.plan.annotation import Annotations
 from plait.plan.plan import Plan
 from plait.spec.layout import Layout
+
+_TRAINS = torch.inference_mode(False)  # for what makes or changes tensors that later steps write
 
 
 class StepEnd:
@@ -127,6 +131,7 @@ class Trainer:
     Raises PlanError for a plan that cannot train this model, before any step.
     """
 
+    @_TRAINS
     def __init__(
         self,
         model: nn.Module,
@@ -148,6 +153,10 @@ class Trainer:
         compiler: Compiler | None = None,
     ) -> None:
         check_given(model, loss_fn, optimizer, clip_norm)
+        check_arguments(
+            layouts=layouts, seed=seed, scheduler=scheduler, callbacks=callbacks, on_nan=on_nan, scratch=scratch,
+            trace=trace, allow=allow, noise_every=noise_every, world=world,
+        )  # fmt: skip
         self.plan = resolve_plan(plan)
         if self.plan.workers:
             raise PlanError(
@@ -216,6 +225,7 @@ class Trainer:
         """The captures of the step so far: their number, their times, and what caused each."""
         return self.engine.captures
 
+    @_TRAINS
     def prepare(self, batch: Any) -> None:
         """Capture the step, lower it under the plan and place the parameters, as the first `step` would."""
         if not self.engine.prepare(batch):
@@ -226,6 +236,7 @@ class Trainer:
         for take_over in pending:
             take_over()
 
+    @_TRAINS
     def step(self, batch: Any) -> Any:
         """Take one training step on a global batch, or on this rank's LocalBatch.
 
@@ -237,6 +248,7 @@ class Trainer:
         self.optimizer_step()
         return found
 
+    @_TRAINS
     def forward_backward(self, batch: Any) -> Any:
         """Run the first half of `step`: the same result, and no parameter is changed.
 
@@ -252,6 +264,7 @@ class Trainer:
         return self._forward_backward(batch)
 
     def _forward_backward(self, batch: Any, updates: bool = False) -> Any:
+        check_values(batch)
         self.prepare(batch)
         self._saver.check(self.step_number)
         if self._noise is not None:
@@ -272,6 +285,7 @@ class Trainer:
         if self._noise is not None:
             self._noise.drop()
 
+    @_TRAINS
     def optimizer_step(self) -> Tensor | None:
         """Run the second half of `step`: clip the gradients, update, step the scheduler and call the callbacks.
 
@@ -293,10 +307,10 @@ class Trainer:
         return norm
 
     def _end_of(self, number: int, last: StepLoss, norm: Tensor | None) -> StepEnd:
-        noise = self._noise
-        measured = (None, None) if noise is None else (noise.last, noise.running.scale)
+        measured = (None, None) if (noise := self._noise) is None else (noise.last, noise.running.scale)
         return StepEnd(number, last.loss, norm, last.outputs or {}, *measured)
 
+    @_TRAINS
     def evaluate(self, data: Any) -> Any:
         """The loss without gradients, in evaluation mode, as a float: of one batch, or over a loader or list of
         batches.
@@ -307,6 +321,7 @@ class Trainer:
         """
         return self.engine.evaluate(data)
 
+    @_TRAINS
     def agree(self) -> None:
         """Synchronize replicas that do so every n steps now, as after the last step. Does nothing under other plans."""
         if self.state.replicas is not None:
@@ -330,11 +345,13 @@ class Trainer:
         """
         return snapshot.take(self.state)
 
+    @_TRAINS
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Load a state that was made under any plan. Before the first batch it is kept until then.
 
         Raises CheckpointError for a dict that is no trainer's state.
         """
+        check_arguments(state=state)
         if not {"model", "step"} <= set(state):
             raise CheckpointError(f"a trainer's state has model, optimizer and step; this one has {sorted(state)}")
         if not self.engine.is_prepared:
@@ -352,6 +369,7 @@ class Trainer:
             return snapshot.full_model(self.executor)
 
     @contextmanager
+    @_TRAINS
     def gathered(
         self, rank: int | None = None, *, write: bool = True, at_once: bool = True, ema: bool = False
     ) -> Iterator[nn.Module]:
@@ -382,12 +400,14 @@ class Trainer:
             else:
                 yield stack.enter_context(gathered(self.state, rank, write and not ema, at_once))
 
+    @_TRAINS
     def ema(self, decay: float) -> MovingAverage:
         """Keep an exponential moving average of the weights from now on, sharded like them and updated by each step.
 
         `with trainer.ema(0.999).applied(): trainer.evaluate(...)` evaluates it, and `gathered(ema=True)` gives it to
         the model. Checkpoints contain it. Raises PlanError for replicas that synchronize later.
         """
+        check_arguments(decay=decay)
         if self.plan.relaxed_axis:
             raise PlanError(
                 f"the plan {self.plan.title!r} has replicas that agree later, each of which would have an average of"
@@ -398,6 +418,7 @@ class Trainer:
             average.begin(self.executor)
         return average
 
+    @_TRAINS
     def save(
         self, path: str | Path, extra: Mapping[str, object] | None = None, *, keep: int = 2, wait: bool = True
     ) -> None:
@@ -412,9 +433,11 @@ class Trainer:
 
         Raises CheckpointError, which names the file that could not be written. Earlier checkpoints stay as they were.
         """
+        check_arguments(path=path, extra=extra, keep=keep)
         self.engine.check_last()
         saved_state.save(self.state, path, extra or {}, keep, self._saver, wait)
 
+    @_TRAINS
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load a checkpoint, or the newest one in a folder or URL, and return its `extra`.
 
@@ -422,6 +445,7 @@ class Trainer:
         batch the model is compared, and the rest is loaded with that batch. Raises CheckpointError, with nothing
         changed, which names a damaged file or what differs in the model or the optimizer.
         """
+        check_arguments(path=path)
         self._saver.wait()
         if self.engine.is_prepared:
             return load.load(self.state, path)
@@ -429,12 +453,14 @@ class Trainer:
         self._pending.append(lambda: load.load(self.state, folder))
         return extra
 
+    @_TRAINS
     def load_weights(self, path: str | Path) -> None:
         """Load weights alone: from a checkpoint, a .safetensors file, or a folder in the form of Hugging Face.
 
         Dtypes are converted. Before the first batch names and shapes are compared, and the weights are loaded with that
         batch. Raises CheckpointError, which says which names or shapes differ from the model's.
         """
+        check_arguments(path=path)
         self._saver.wait()
         if self.engine.is_prepared:
             load.load_weights(self.state, path)

@@ -26,8 +26,9 @@ from plait.compile.ops.dims import HALF
 from plait.compile.ops.split_sums import LargestParts, SplitSums
 from plait.compile.rank_program import RankProgram
 from plait.compile.stages.split import Pipeline
+from plait.engine.arguments import check_arguments
 from plait.engine.compiler import Captures, Compiler
-from plait.engine.local_batch import step_key
+from plait.engine.local_batch import check_values, step_key, without_inference
 from plait.engine.model_copy import Twin, preserved
 from plait.engine.optimizer_step import equal_draws
 from plait.engine.rank_optimizers import OptimizerFactory, make_optimizer
@@ -62,6 +63,7 @@ class Verifier:
     The arguments are those of the function `verify`.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         model: nn.Module,
@@ -74,21 +76,23 @@ class Verifier:
         clip_norm: float | None = None,
     ) -> None:
         check_given(model, loss_fn, optimizer, clip_norm)
+        check_arguments(steps=steps, seed=seed)
         if steps < 1:
             raise PlanError(f"steps={steps}: verify takes 1 step or more")
+        check_values(batch)
         self.captures = Captures(model, loss_fn, warns=False)  # plans differ in their microbatches
-        self.batch = batch
+        self.batch = without_inference(batch)
         self.optimizer = optimizer
         self.steps = steps
         self.seed = seed
         self.clip_norm = clip_norm
         self._references: dict[Hashable, Reference] = {}
 
+    @torch.inference_mode(False)
     def verify(self, plan: Plan | str, *, layouts: Annotations | None = None, tolerance: float = 1e-4) -> Report:
         """Compare `steps` steps under `plan` with one device; see the function `verify`."""
-        plan = Plan.parse(plan) if isinstance(plan, str) else plan
-        if not isinstance(plan, Plan):
-            raise PlanError(f"the plan is a {type(plan).__name__}; give a Plan or its text, such as 'data=2 tensor=2'")
+        plan = Plan.of(plan)
+        check_arguments(layouts=layouts, tolerance=tolerance)
         check_plan(plan, self.captures.model, self.clip_norm, place_of_threads())
         compiler = Compiler(self.captures, plan.inner_plan, layouts)
         if plan.workers:
@@ -472,7 +476,8 @@ def verify(
         steps: the number of steps to compare.
         seed: the seed of random draws.
         clip_norm: as the Trainer takes it.
-        tolerance: the largest difference, relative to each tensor's largest value, that counts as equal.
+        tolerance: the largest difference, relative to each tensor's largest value, that counts as equal; 0 for equal
+            bits.
 
     Returns a Report: print it, or ask `.ok`.
 

@@ -39,7 +39,7 @@ from plait.compile.compiled import Compiled
 from plait.compile.ir.dtypes import torch_name
 from plait.engine.compiler import Compiler
 from plait.engine.executor import scale_all
-from plait.engine.local_batch import LocalBatch, batch_part, num_rows
+from plait.engine.local_batch import LocalBatch, batch_part, num_rows, without_inference
 from plait.engine.model_copy import Twin, preserved
 from plait.engine.step_results import gather_outputs
 from plait.errors import CaptureError, LossError, PlanError, Refusal
@@ -304,6 +304,7 @@ class EagerExecutor:
     def _moved(self, rows: Any) -> Any:
         """The rows, on this rank's device."""
         device = self.world.device
+        rows = without_inference(rows)
         return map_batch(lambda _, leaf: leaf.to(device, non_blocking=True) if torch.is_tensor(leaf) else leaf, rows)
 
 

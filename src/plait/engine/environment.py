@@ -16,7 +16,7 @@ def resolve_plan(plan: Plan | str | None) -> Plan:
         return Plan.parse(text)
     if plan is None:
         return Plan.for_processes(num_processes())
-    return Plan.parse(plan) if isinstance(plan, str) else plan
+    return Plan.of(plan)
 
 
 def resolve_trace(trace: str | Path | None) -> Path | None:

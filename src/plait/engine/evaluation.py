@@ -11,7 +11,7 @@ from torch import Tensor
 from plait.compile.capture.loss_values import Outputs, join_outputs, results
 from plait.engine.batch_padding import PaddedBatch
 from plait.engine.executor import StepExecutor
-from plait.engine.local_batch import LocalBatch, batches_of, num_rows
+from plait.engine.local_batch import LocalBatch, batches_of, check_values, num_rows
 from plait.engine.same_batch import SameBatch
 from plait.engine.step_results import refuse_padding, without_padding
 from plait.engine.train_state import TrainState
@@ -44,6 +44,7 @@ def evaluate(run: Evaluated, data: Any, known: str | None) -> Any:
     aux: list[Outputs] = []
     with ExitStack() as stack:
         for given in batches_of(data, known):
+            check_values(given)
             run.prepare(given)
             if run.state.replicas is not None and sums is None:
                 stack.enter_context(run.state.replicas.aggregated(run.state.step_number))

@@ -14,10 +14,12 @@ from plait.comm.protocol import World
 from plait.compile.capture.batch import (
     at_rows,
     batch_form,
+    batch_leaves,
     batch_structure,
     batch_tensors,
     count_rows,
     is_container,
+    map_batch,
     map_rows,
     row_lists,
     row_sizes,
@@ -53,6 +55,21 @@ class LocalBatch:
         sizes = [num for _, num in row_sizes(self.tree)]
         if self.local_size not in sizes:
             raise BatchError(f"a local batch of {self.local_size} rows holds no tensor of that size: {sizes}")
+
+
+def check_values(batch: Any) -> None:
+    """Raise BatchError for a batch that no step can run on: one with a tensor on the meta device, or not dense."""
+    leaves = batch_leaves(batch.tree if isinstance(batch, LocalBatch) else batch)
+    if without := [name for name, leaf in leaves.items() if leaf.is_meta]:
+        raise BatchError(
+            f"{without[0]} of the batch is on the meta device, and has no values to compute with; give a tensor with"
+            " values (explain, memory, simulate and search need none)"
+        )
+
+
+def without_inference(batch: Any) -> Any:
+    """The batch with copies of tensors that were made under torch.inference_mode(), of which autograd keeps none."""
+    return map_batch(lambda _, leaf: leaf.clone() if torch.is_tensor(leaf) and leaf.is_inference() else leaf, batch)
 
 
 def global_like(batch: LocalBatch) -> Any:

@@ -31,6 +31,7 @@ _PROPERTIES = (
 _METHODS = (
     "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_floating_point", "is_complex",
     "is_contiguous", "requires_grad_", "__hash__", "is_signed", "storage_offset", "register_hook", "get_device",
+    "is_inference",
 )  # fmt: skip
 
 

@@ -242,6 +242,11 @@ def build_scheduler(factory: SchedulerFactory | None, optimizer: torch.optim.Opt
             "ReduceLROnPlateau steps by a metric, which a training step does not have; leave scheduler out, make it"
             " from trainer.optimizer after prepare(batch), and step it yourself with what evaluate() returns"
         )
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise PlanError(
+            f"the scheduler's function returned a {type(scheduler).__name__}, which has no method step(); let it return"
+            " a torch.optim.lr_scheduler.LRScheduler"
+        )
     return scheduler
 
 

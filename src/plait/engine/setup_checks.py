@@ -22,6 +22,7 @@ from plait.compile.capture.precision import model_facts
 from plait.compile.compiled import Compiled
 from plait.compile.ir.node_info import info_of, is_forward
 from plait.compile.stages.split import num_stages, updates_within
+from plait.engine.arguments import check_arguments
 from plait.engine.compiler import Compiler
 from plait.engine.local_batch import batch_of_replica, microbatches, num_rows
 from plait.engine.rank_optimizers import OptimizerFactory, check_patterns, facts_of_optimizer
@@ -31,15 +32,21 @@ from plait.plan.plan import Plan
 from plait.plan.step_facts import Place, StepFacts
 
 
-def check_given(model: Any, loss_fn: object, optimizer: object, clip_norm: float | None) -> None:
-    """Raise PlanError for an argument that is not a model, a loss function, an optimizer's factory, or a positive
-    clip_norm."""
+def check_model(model: Any, loss_fn: object) -> None:
+    """Raise PlanError for an argument that is not a model, or not a loss function."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
     refuse_odd_tensors(model)
     if not callable(loss_fn):
         raise PlanError(f"loss_fn is a {type(loss_fn).__name__}; give a function of (model, batch)")
+
+
+def check_given(model: Any, loss_fn: Any, optimizer: Any, clip_norm: float | None = None) -> None:
+    """Raise PlanError for an argument that is not a model, a loss function, an optimizer's factory, or a positive
+    clip_norm."""
+    check_model(model, loss_fn)
     check_patterns(optimizer)
+    check_arguments(clip_norm=clip_norm)
     if clip_norm is not None and not clip_norm > 0:
         raise PlanError(f"clip_norm={clip_norm}: a norm to clip to is more than 0; leave it out not to clip")
 

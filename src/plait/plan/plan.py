@@ -205,12 +205,19 @@ class Plan:
                 )
 
     @classmethod
+    def of(cls, given: Any) -> Plan:
+        """The plan that a user gives, as one or as its text. Raises PlanError for anything else."""
+        return given if isinstance(given, Plan) else cls.parse(given)
+
+    @classmethod
     def parse(cls, text: str) -> Plan:
         """Read a plan. Keys may be in any order; an empty text is one device.
 
         Raises:
             PlanError: a word cannot be read, or the values do not go together.
         """
+        if not isinstance(text, str):
+            raise PlanError(f"the plan is a {type(text).__name__}; give a Plan or its text, such as 'data=2 tensor=2'")
         keys = {key.name: key for key in plan_keys()}
         found: dict[str, Any] = {}
         for number, word in enumerate(_split(text), start=1):

@@ -39,6 +39,9 @@ _ZERO_SUM = 1e-12
 _CODE_STEPS = {"bf16": 2.0**-7, "fp8": 2.0**-3, "int8": 1 / 127, "int4": 1 / 7}
 
 
+_ROUNDING = "(where one device's rounding exceeds that, {:g} stands for the rounding)"
+
+
 @dataclass(frozen=True)
 class Difference:
     """The difference of a tensor from that of the one-device run: the largest absolute difference over the largest
@@ -116,7 +119,7 @@ class Report:
         lines = [
             f"plan             {self.plan}",
             f"steps            {self.steps}, tolerance {self.tolerance:g} of each tensor's largest value",
-            f"                 (where one device's rounding exceeds that, {self.tolerance:g} stands for the rounding)",
+            *([f"                 {_ROUNDING.format(self.tolerance)}"] if self.tolerance else []),
             f"loss             {self.loss:.2e}  (last {last}: one device {one:.6f}, plan {plan:.6f})",
             *([f"worst output     {_worst(self.outputs)}"] if self.outputs else []),
             *([f"worst gradient   {self.worst_gradient}"] if self.gradients else []),
@@ -337,7 +340,7 @@ def _ulp(last_bits: float) -> float:
 
 
 def _relative(apart: float, largest: float, rounding: float, ulp: float, tolerance: float) -> float:
-    scale = max(largest, max(rounding, ulp) / tolerance)
+    scale = max(largest, max(rounding, ulp) / tolerance if tolerance else 0.0)  # 0 asks for equal bits
     return 0.0 if apart == 0 else apart / scale if scale else math.inf
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from numbers import Integral
 
 from plait.errors import PlanError
 
@@ -27,6 +28,10 @@ class Mesh:
     joined: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not _is_axes(self.axes):
+            raise PlanError(
+                f"a mesh has pairs of an axis and its size, as (('data', 2), ('tensor', 2)), not {self.axes!r}"
+            )
         names = self.names
         if len(set(names)) != len(names):
             raise PlanError(f"a mesh names each axis once, not {', '.join(names)}")
@@ -96,6 +101,16 @@ class Mesh:
         self.axis_size(axis)
         last = axis.split(JOIN)[-1]
         return math.prod(size for _, size in self.axes[self.names.index(last) + 1 :])
+
+
+def _is_axes(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and all(map(_is_axis, value))
+
+
+def _is_axis(value: object) -> bool:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        return False
+    return isinstance(value[0], str) and isinstance(value[1], Integral)
 
 
 @lru_cache(maxsize=4096)

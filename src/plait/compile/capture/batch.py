@@ -60,10 +60,12 @@ def row_sizes(batch: Any) -> list[tuple[str, int]]:
 
 def count_rows(batch: Any) -> int:
     """The number of rows of a batch: by its spec, or else the size of the first dim that most tensors share; 1 if none
-    has one. Raises BatchError if tensors have different numbers of rows by the spec."""
+    has one. Raises BatchError for a batch without tensors, and if they have different numbers of rows by the spec."""
     spec, sizes = spec_of(batch), row_sizes(batch)
     names = [name for name, _ in _named_tensors(batch)]
-    if spec.dims and names and not any(map(spec.names, names)):
+    if not names:
+        raise no_tensor(batch)
+    if spec.dims and not any(map(spec.names, names)):
         raise BatchError(f"the batch_spec ({spec}) names no tensor of the batch; these are {', '.join(names)}")
     said = {name: num for name, num in sizes if spec.names(name)}
     if len({*said.values()}) > 1:
@@ -71,6 +73,12 @@ def count_rows(batch: Any) -> int:
         raise BatchError(f"the tensors of the batch have different numbers of rows by its batch_spec ({spec}): {rows}")
     counts = Counter([*said.values()] or [num for _, num in sizes])
     return counts.most_common(1)[0][0] if counts else 1
+
+
+def no_tensor(batch: Any) -> BatchError:
+    """The error for a batch without tensors."""
+    text = repr(batch)
+    return BatchError(f"the batch holds no tensor: it is {text if len(text) <= 60 else f'a {type(batch).__name__}'}")
 
 
 def row_dims(batch: Any, rows: int) -> dict[str, int]:
@@ -201,8 +209,7 @@ def batch_leaves(batch: Any) -> dict[str, Tensor]:
 
     def collect(name: str, leaf: Any) -> Any:
         if torch.is_tensor(leaf):
-            if other_format(leaf):
-                raise BatchError(not_dense(f"{name} of the batch", leaf))
+            _check_dense(name, leaf)
             found[name] = leaf
         else:
             _check_plain(name, leaf)
@@ -269,6 +276,7 @@ def _said(batch: Any) -> str:
 
 def _signature(name: str, batch: Any, numbers: Mapping[str, int | float]) -> str:
     if torch.is_tensor(batch):
+        _check_dense(name or "batch", batch)
         return f"{torch_name(batch.dtype)}{list(batch.shape)}"
     children = _children(batch)
     if children is None:
@@ -337,6 +345,11 @@ def _children(batch: Any) -> list[tuple[Any, Any]] | None:
 
 def _join(name: str, key: object) -> str:
     return f"{name}.{key}" if name else str(key)
+
+
+def _check_dense(name: str, leaf: Tensor) -> None:
+    if other_format(leaf):
+        raise BatchError(not_dense(f"{name} of the batch", leaf))
 
 
 def _check_plain(name: str, leaf: Any) -> None:

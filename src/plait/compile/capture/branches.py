@@ -1,5 +1,5 @@
-"""What the bytecode of a function says of a branch or a loop: which side only raises, which part a side leaves out, and
-which local variables are read later on."""
+"""What the bytecode of a function says of a branch or a loop: which side only raises, which part a side leaves out,
+whether that only prints, and which local variables are read later on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any
 
-from plait.compile.capture.log_only import idle_lines
+from plait.compile.capture.log_only import LOGS, idle_lines
 
 _MAX_STEPS = 400  # instructions to follow in order to decide whether a branch only raises
 _BETWEEN = ("CACHE", "EXTENDED_ARG")  # do nothing
@@ -199,6 +199,57 @@ def _part(code: CodeType, every: Sequence[dis.Instruction], at: int, idle: Colle
             any(every[i].opname == "BINARY_OP" for i in flow.walk(outside, {join, at})) and join != outside,
         )
     return None
+
+
+# ---- a part that only prints or logs ----
+
+
+def past_what_is_shown(frame: FrameType) -> bool | None:
+    """The truth value with which the branch that the frame is about to take leaves out calls of print or of a log, and
+    nothing else; None if it leaves out more. For functions without source: log_only.py knows more of those with it."""
+    code = instructions(frame.f_code)
+    at = _jump_at(frame, code)
+    part = None if at is None else _part(frame.f_code, code, at, ())
+    if part is None or not _only_shows([each for each in code if each.offset in part.offsets]):
+        return None
+    return not part.runs
+
+
+def _only_shows(part: Sequence[dis.Instruction]) -> bool:
+    """Whether instructions are calls of print or of a log alone, each without a branch or an assignment in it."""
+    todo = [each for each in part if each.opname not in _IDLE]
+    if todo and todo[-1].opname.startswith("JUMP"):
+        del todo[-1]
+    while todo:
+        end = _end_of_shown(todo)
+        if end is None:
+            return False
+        del todo[:end]
+    return True
+
+
+def _end_of_shown(part: Sequence[dis.Instruction]) -> int | None:
+    """The place behind the statement `print(...)` or `log.info(...)` with which instructions begin; None for others."""
+    root = next((i for i, each in enumerate(part) if each.opname != "PUSH_NULL"), 0)
+    behind = root + 1
+    while behind < len(part) and part[behind].opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        behind += 1
+    name = part[behind - 1].argval
+    if not part[root].opname.startswith("LOAD") or name not in (["print"] if behind == root + 1 else LOGS):
+        return None
+    depth = called = sum(map(_effect, part[:behind]))  # what is called stays on the stack until its arguments are
+    for at in range(behind, len(part) - 1):
+        one = part[at]
+        if one.opname.startswith(("STORE", "DELETE", "IMPORT", *_ACTS, *_LEAVES)) or "JUMP" in one.opname:
+            return None
+        depth += _effect(one)
+        if depth < called:
+            return at + 2 if depth == 1 and part[at + 1].opname == "POP_TOP" else None
+    return None
+
+
+def _effect(one: dis.Instruction) -> int:
+    return dis.stack_effect(one.opcode, one.arg, jump=False)
 
 
 # ---- local variables ----

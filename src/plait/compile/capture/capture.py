@@ -20,6 +20,7 @@ from plait.compile.capture.batch import (
     batch_numbers,
     count_rows,
     map_batch,
+    no_tensor,
     row_dims,
     row_sizes,
     sequence_dims,
@@ -96,7 +97,7 @@ def capture(
     """
     leaves = batch_leaves(batch)
     if not leaves:
-        raise BatchError(f"the batch holds no tensor: it is {_brief(batch)}")
+        raise no_tensor(batch)
     if empty := [name for name, num in row_sizes(batch) if num == 0]:
         raise BatchError(f"the batch has 0 rows: {empty[0]} has shape {list(leaves[empty[0]].shape)}")
     with one_at_a_time, _quiet_log(), collection_paused():
@@ -161,7 +162,7 @@ def _with_inputs(step: _Step, numbers: Collection[str]) -> Captured:
 def _capture(step: _Step, numbers: Collection[str], merges: bool) -> Captured:
     with nothing_drawn(step.reached.sources, step.reached.iterators):
         try:
-            with ExitStack() as stack:
+            with torch.inference_mode(False), ExitStack() as stack:
                 run = _FakeRun(step, numbers, merges, stack)
                 loss = run.forward()
                 gradients = run.backward(loss) if step.differentiate else {}
@@ -222,6 +223,7 @@ class _FakeRun:
         self.batch = map_batch(
             lambda name, leaf: leaves.get(name, self.numbers.in_place_of(name, leaf)), step.batch
         )  # fmt: skip
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it reads numbers, and fake tensors have none
         stack.enter_context(torch.set_grad_enabled(step.differentiate))
         casts = stack.enter_context(step.precision.casting(step.model, self.fakes.made))
         for name, copy in casts.items():
@@ -382,11 +384,6 @@ def _results(loss: Loss) -> list[tuple[Output, Tensor]]:
         if part.kind == RATIO:
             found.append((Output("aux_weight", name), torch.as_tensor(part.weight)))
     return found
-
-
-def _brief(batch: Any) -> str:
-    text = repr(batch)
-    return text if len(text) <= 60 else f"a {type(batch).__name__}"
 
 
 def _identifier(name: str) -> str:

@@ -50,9 +50,11 @@ def capture_error(
     if place is None:
         return CaptureError(f"cannot capture the training step {doing}: {reason}")
     file, line = place
+    data_dependent = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+    if data_dependent and not linecache.getline(file, line):
+        reason += "; of most code that only prints or logs the number only its source tells that: put it in a file"
     found = CaptureError(f"cannot capture the training step: {_text(place)}: {reason}")
-    found.file, found.line = file, line
-    found.data_dependent = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+    found.file, found.line, found.data_dependent = file, line, data_dependent
     return found
 
 
@@ -64,7 +66,13 @@ def users_line(model: nn.Module, loss_fn: Callable[..., Any], error: BaseExcepti
 
 def _text(place: tuple[str, int]) -> str:
     file, line = place
-    return f'{file}:{line}: "{linecache.getline(file, line).strip()}"'
+    source = linecache.getline(file, line).strip()
+    return f'{file}:{line}: "{source}"' if source else f"{file}:{line} (its source is not available)"
+
+
+def has_source(frame: FrameType) -> bool:
+    """Whether the source of a frame's code is known, as that of a file is, and that of what `exec` ran is not."""
+    return bool(linecache.getlines(frame.f_code.co_filename))
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
@@ -88,11 +96,19 @@ def source_line(frame: FrameType) -> str:
 
 def _place(trace: TracebackType | None, model: nn.Module) -> tuple[str, int] | None:
     """The innermost frame of the user's own code, or else of the library that the model comes from."""
-    frames = [(os.path.abspath(f.filename), f.lineno or 0) for f in traceback.extract_tb(trace)]
-    frames = [f for f in frames if not f[0].startswith((_TORCH, _PLAIT)) and os.path.exists(f[0])]
+    every = traceback.extract_tb(trace)
+    frames = [(f.filename if _is_run(f) else os.path.abspath(f.filename), f.lineno or 0) for f in every]
+    exist = [_is_run(frame) or os.path.exists(file) for frame, (file, _) in zip(every, frames, strict=True)]
+    frames = [f for f, exists in zip(frames, exist, strict=True) if exists and not f[0].startswith((_TORCH, _PLAIT))]
     home = _home(model)
     own = [f for f in frames if not _library(f[0]) or f[0] in home]
     return own[-1] if own else frames[-1] if frames else None
+
+
+def _is_run(frame: traceback.FrameSummary) -> bool:
+    """Whether a function is of code without a file that the user ran: of `exec`, `python -c` or a console. Those that
+    libraries make, such as the __init__ of a dataclass, have names like that."""
+    return frame.filename in ("<string>", "<stdin>") and not frame.name.startswith("__")
 
 
 def _home(model: nn.Module) -> set[str]:

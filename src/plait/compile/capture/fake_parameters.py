@@ -111,7 +111,7 @@ class FakeParameters:
 
 def refuse_odd_tensors(model: nn.Module) -> None:
     """Raise PlanError for a model with lazy modules, whose parameters have no shape yet, or with a parameter or buffer
-    that is not dense."""
+    that is not dense, or that torch lets nobody train."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, UninitializedTensorMixin):
             raise PlanError(
@@ -120,6 +120,11 @@ def refuse_odd_tensors(model: nn.Module) -> None:
             )
         if other_format(tensor):
             raise PlanError(not_dense(name, tensor))
+        if tensor.is_inference():
+            raise PlanError(
+                f"{name} was made under torch.inference_mode(), outside of which torch lets nothing change it; make the"
+                " model outside, or give copy.deepcopy(model), made outside"
+            )
 
 
 def refuse_scripted(model: nn.Module) -> None:

@@ -29,8 +29,8 @@ from torch.fx.node import map_aggregate, map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from plait.compile.capture.branches import Part, forced_branch, instruction_of, part_left_out
-from plait.compile.capture.capture_errors import source_line, users_frame
+from plait.compile.capture.branches import Part, forced_branch, instruction_of, part_left_out, past_what_is_shown
+from plait.compile.capture.capture_errors import has_source, source_line, users_frame
 from plait.compile.capture.log_only import branch_without_output, is_shown
 from plait.compile.ops.index import by_lookup
 from plait.compile.ops.loss import with_lengths
@@ -129,7 +129,7 @@ class LateValues(TorchFunctionMode):
             raise error
         expected = forced_branch(frame)
         if expected is None:
-            past = branch_without_output(frame)
+            past = branch_without_output(frame) if has_source(frame) else past_what_is_shown(frame)
             if past is None:
                 return self._runs_part(frame, tensor, error)
             self._shown[source_line(frame)] = None

@@ -1,6 +1,7 @@
 """Whether a line of the user's code only prints or logs what it computes, so that the step does not depend on it.
 
-The answer comes from the source of the line. Without source, as in a console, it is always no.
+The answer comes from the source of the line. Without source, as of code that `exec` ran, it is no, except for a branch
+that branches.py sees to show something in the bytecode.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from types import FrameType
 
 from plait.compile.capture.capture_errors import is_library, users_frame
 
-_LOGS = frozenset(
+LOGS = frozenset(
     {
         "debug", "info", "warning", "warn", "error", "critical", "exception", "print", "write", "set_description",
         "set_postfix", "set_postfix_str",
@@ -119,7 +120,7 @@ def _only_shows(statement: ast.AST, function: ast.AST | None) -> bool:
     if isinstance(statement, ast.Expr):
         call = statement.value
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-            return call.func.attr in _LOGS
+            return call.func.attr in LOGS
         return isinstance(call, ast.Constant) or _called(call) == "print"
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and function is not None:
         target = statement.targets[0]

@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, default_collate
 from plait.comm.device import own_device
 from plait.comm.protocol import World
 from plait.compile.capture.batch import count_rows, row_sizes
+from plait.engine.arguments import check_arguments
 from plait.engine.data.batch_reader import BatchReader
 from plait.engine.data.prefetch import Prefetcher, Waited, WaitGauge
 from plait.engine.data.sample_order import BatchRows, Order, Sampled, Split, Stream, check_batch_size
@@ -61,6 +62,7 @@ class Loader:
         for name, value in (("num_workers", num_workers), ("prefetch", prefetch)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise DataError(f"{name}={value!r}: give a whole number, 0 or more")
+        check_arguments(seed=seed, world=world)
         if stream:
             _check_stream(dataset, shuffle, num_workers, batch_sampler)
         resolved = _plan_of(plan, world)

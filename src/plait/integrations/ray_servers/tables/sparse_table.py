@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from plait.engine.arguments import check_arguments
 from plait.errors import BatchError, PlanError
 from plait.integrations.ray_servers.tables.table_shard import Ids, TableSpec, by_server, first_values
 
@@ -40,8 +41,8 @@ class SparseTable(nn.Module):
     scale      initial values are uniform in [-scale, scale], drawn with `seed`
 
     Under a plan with servers, a worker only ever has the rows of its batch. Under any other plan this is a plain
-    embedding whose weight has all rows, and the job's optimizer trains it. Raises PlanError for values that TableSpec
-    refuses.
+    embedding whose weight has all rows, and the job's optimizer trains it. Raises PlanError for values that
+    TableSpec refuses, and for no rows.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class SparseTable(nn.Module):
         seed: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
+        check_arguments(num_rows=num_rows, dim=dim, ids=ids, seed=seed)
         self.num_rows, self.ids = num_rows, ids
         self.spec = TableSpec("", dim, optimizer, lr, scale, seed)
         here = 0 if _away.get() else num_rows
