@@ -235,6 +235,7 @@ class _FakeRun:
     def forward(self) -> Loss:
         """Run the forward pass."""
         step = self.step
+        self.fakes.begin_forward()
         try:
             with step.precision.computing(step.model, self.where.type), self._alone():
                 found = read_loss(step.loss_fn(step.model, self.batch), self.rows)

@@ -7,7 +7,7 @@ fake tensor above autograd.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +45,8 @@ class FakeParameters:
         parameters: by name.
         buffers: by name.
         tied: from a further name of a tensor to its first name.
-        places: for each buffer its module and its key there.
+        places: for each parameter and buffer its module and its key there.
+        placed: what was in these places when the forward began.
         made: fake tensors by the id of the real tensor.
         names: names by the id of the real or the fake tensor.
         modules: the model's modules, by name, each with the buffers that it had before the step.
@@ -55,6 +56,7 @@ class FakeParameters:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     places: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
+    placed: dict[str, Tensor | None] = field(default_factory=dict)
     made: dict[int, Tensor] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     modules: dict[str, tuple[nn.Module, set[str]]] = field(default_factory=dict)
@@ -90,13 +92,20 @@ class FakeParameters:
             found[name] = self._kept_form("parameter", name, new).detach()
         return found
 
-    def _replaced(self, before: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def begin_forward(self) -> None:
+        """Note what is in the place of each parameter and buffer: copies in half precision may be."""
+        self.placed = {name: self._now(name) for name in self.places}
+
+    def _replaced(self, before: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """The names of tensors in whose place the forward has put others, with these."""
-        for name, old in before.items():
-            module, key = self.places[name]
-            new = module._parameters.get(key, module._buffers.get(key))
-            if new is not None and new is not old:
+        for name in before:
+            new = self._now(name)
+            if new is not None and new is not self.placed[name]:
                 yield name, new
+
+    def _now(self, name: str) -> Tensor | None:
+        module, key = self.places[name]
+        return module._parameters.get(key, module._buffers.get(key))
 
     def _kept_form(self, kind: str, name: str, new: Tensor) -> Tensor:
         old = self.buffers[name] if kind == "buffer" else self.parameters[name]
