@@ -133,6 +133,17 @@ REFUSED: dict[str, tuple[tuple[Any, Any, Any], str]] = {
     "a trained parameter": ((lambda m: setattr(m, "code", nn.Parameter(zeros())), lambda m: m.code,
                              lambda m, new: setattr(m, "code", nn.Parameter(new))),
                             "puts another parameter in the place of code"),
+    "another module": ((lambda m: setattr(m, "spare", nn.Linear(5, 2)), lambda m: 0,
+                        lambda m, new: setattr(m, "head", m.spare)),
+                       "puts another module in the place of head"),
+    "a new parameter": ((lambda m: None, lambda m: 0, lambda m, new: setattr(m, "code", nn.Parameter(new))),
+                        "makes the parameter code"),
+    "a new key of a dict": ((_state(lambda: {"a": zeros()}), lambda m: m.state.get("b", 0),
+                             lambda m, new: m.state.setdefault("b", new)),
+                            r"leaves a tensor at model:state\['b'\] that the next step reads"),
+    "the first key of a dict": ((_state(dict), lambda m: m.state.get("b", 0),
+                                 lambda m, new: m.state.setdefault("b", new)),
+                                r"leaves a tensor at model:state\['b'\] that the next step reads"),
 }  # fmt: skip
 
 

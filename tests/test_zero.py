@@ -248,3 +248,39 @@ def test_a_gather_makes_one_copy_a_parameter_whatever_the_number_of_ranks() -> N
         uneven.take_all(buffer, found := [torch.empty_like(whole) for whole in wholes])
     assert copies.num_copies <= 4 * len(wholes), "a part is smaller than the rest, or there is none"
     assert all(torch.equal(one, other) for one, other in zip(found, wholes, strict=True))
+
+
+class TwoDtypes(nn.Module):
+    """Reads a weight in bfloat16 in one mode, and whole in the other."""
+
+    def __init__(self, trains_half: bool) -> None:
+        super().__init__()
+        self.trains_half, self.weight, self.head = trains_half, nn.Parameter(torch.randn(8)), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = self.training is self.trains_half
+        return self.head(x * (self.weight.bfloat16().float() if half else self.weight))
+
+
+@pytest.mark.parametrize("trains_half", [True, False])
+@pytest.mark.parametrize("plan", ["data=2 zero=1", "data=2 zero=2", "data=2 zero=3"])
+def test_an_evaluation_may_read_a_weight_in_another_dtype_than_training(plan: str, trains_half: bool) -> None:
+    batch = {"x": torch.randn(4, 8)}
+
+    def run(world: Any) -> list[float]:
+        trainer = plait.Trainer(
+            models[world.rank], loss_fn, functools.partial(torch.optim.SGD, lr=0.1), text, world=world
+        )
+        return [value for _ in range(2) for value in (float(trainer.step(batch)), float(trainer.evaluate(batch)))]
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        return model(batch["x"]).square().mean()
+
+    found = []
+    for text in ("data=2", plan):
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(TwoDtypes(trains_half))
+        found.append(plait.run_ranks(plait.Plan.parse(text).mesh, run)[0])
+    assert found[1] == pytest.approx(found[0], rel=1e-6) and found[0][1] != found[0][2]

@@ -22,6 +22,7 @@ from plait.compile.capture.batch import batch_form, batch_leaves, batch_numbers
 from plait.compile.capture.captured import Captured, captured_digest
 from plait.compile.capture.parts_left_out import LeftOut
 from plait.compile.compiled import Compiled
+from plait.compile.ir.dtypes import dtype_named
 from plait.compile.ir.rewriting import collection_paused
 from plait.compile.rank_program import RankProgram
 from plait.engine.compiler import Compiler, Recent, StepCapture
@@ -235,7 +236,7 @@ class RankExecutor:
             )
         before = changes.begin()
         leaves = (self._leaves(part, program) for part in parts)
-        results = executable.run(key, self.rank_parameters.inputs, buffers, leaves, scale, update)
+        results = executable.run(key, self._inputs(program), buffers, leaves, scale, update)
         self._hand_out(captured, outside)
         changes.end(before, len(parts))
         if train:
@@ -245,6 +246,29 @@ class RankExecutor:
         result = without_counts(joined(results, scale), captured.aux is not None)
         self.offload.factor = float(result.factor) if self.offload.norms else 1.0
         return result
+
+    @torch.no_grad()
+    def _inputs(self, program: RankProgram) -> dict[str, Tensor]:
+        """The parameters as the graphs of a program read them.
+
+        They are stored as the first step reads them. One that an evaluation, or a later step, reads in another dtype is
+        gathered for it from the parts that the optimizer has.
+        """
+        stored, first = self.rank_parameters.inputs, self.sharding.parameters
+        others = {
+            name: each.compute
+            for name, each in program.sharding.parameters.items()
+            if each.compute.dtype != first[name].compute.dtype
+        }
+        if away := sorted(others.keys() & self.sharding.away):
+            raise PlanError(
+                f"this step reads {away[0]} in {others[away[0]].dtype}, and the first one in"
+                f" {first[away[0]].compute.dtype}, in which it is kept off the device; leave home.parameters out of the"
+                " plan, or read it in one dtype"
+            )
+        wholes = {name: self.whole(name, self.local(name)) for name in others}
+        read = {name: local_part(wholes[name], others[name], self.world) for name in others if name in stored}
+        return stored | {name: part.to(dtype_named(others[name].dtype)) for name, part in read.items()}
 
     @torch.no_grad()
     def _follow_model(self) -> None:

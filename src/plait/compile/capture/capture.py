@@ -301,6 +301,7 @@ class _FakeRun:
         """Record the outputs of the graph: the loss, gradients, and new values of what the step has changed."""
         fakes, recorder, outside = self.fakes, self.recorder, self.outside
         written = {name: b for name, b in fakes.buffers.items() if recorder.was_written(b)}
+        fakes.check_parts()
         written |= fakes.replaced_buffers()
         moving: dict[str, Tensor] = {name: p for name, p in fakes.parameters.items() if recorder.was_written(p)}
         moving |= fakes.replaced_parameters()

@@ -37,6 +37,9 @@ class MadeBuffer:
     value: Tensor
 
 
+_PARAMETER = "a parameter"
+
+
 @dataclass
 class FakeParameters:
     """The fake tensors of a model.
@@ -47,6 +50,7 @@ class FakeParameters:
         tied: from a further name of a tensor to its first name.
         places: for each parameter and buffer its module and its key there.
         placed: what was in these places when the forward began.
+        parts: the parameters and modules that each module had then, by name.
         made: fake tensors by the id of the real tensor.
         names: names by the id of the real or the fake tensor.
         modules: the model's modules, by name, each with the buffers that it had before the step.
@@ -57,6 +61,7 @@ class FakeParameters:
     tied: dict[str, str] = field(default_factory=dict)
     places: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
     placed: dict[str, Tensor | None] = field(default_factory=dict)
+    parts: dict[str, dict[str, object]] = field(default_factory=dict)
     made: dict[int, Tensor] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     modules: dict[str, tuple[nn.Module, set[str]]] = field(default_factory=dict)
@@ -95,6 +100,26 @@ class FakeParameters:
     def begin_forward(self) -> None:
         """Note what is in the place of each parameter and buffer: copies in half precision may be."""
         self.placed = {name: self._now(name) for name in self.places}
+        self.parts = {prefix: self._parts(module) for prefix, (module, _) in self.modules.items()}
+
+    def check_parts(self) -> None:
+        """Raise CaptureError if the forward has put another module in the place of one, or made a parameter or a
+        module: the next step would not have it."""
+        for prefix, (module, _) in self.modules.items():
+            before, now = self.parts[prefix], self._parts(module)
+            if key := next((key for key in now if now[key] is not before.get(key)), ""):
+                name, kind = f"{prefix}.{key}" if prefix else key, "parameter" if now[key] is _PARAMETER else "module"
+                what = f"puts another {kind} in the place of" if key in before else f"makes the {kind}"
+                raise CaptureError(
+                    f"the step {what} {name}, which an optimizer does not know; make it before training begins, or run"
+                    " the model once on a batch, model(x), before you hand it over"
+                )
+
+    @staticmethod
+    def _parts(module: nn.Module) -> dict[str, object]:
+        """The modules of a module by name, and its parameters, of which only the names count."""
+        own = {key: _PARAMETER for key, value in module._parameters.items() if value is not None}
+        return {**own, **module._modules}
 
     def _replaced(self, before: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """The names of tensors in whose place the forward has put others, with these."""
