@@ -340,7 +340,7 @@ def run(
     ] = None,
 ) -> None:
     """Run your own script on processes of this machine. Its Trainer uses the plan given here, or else its own."""
-    with errors_shown_once():
+    with errors_shown_once(script=True):
         if not script.is_file():
             raise PlanError(f"there is no script {str(script)!r} (looked for {script.absolute()})")
         chosen = choose_plan(plan, processes) if plan is not None or "PLAIT_PLAN" in os.environ else None

@@ -272,7 +272,7 @@ def _host() -> str:
 
 
 def _available_memory() -> int:
-    with open("/proc/meminfo") as file:
+    with open("/proc/meminfo", encoding="utf-8") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
 
 

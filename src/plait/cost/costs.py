@@ -118,7 +118,7 @@ class Costs:
 def read_costs(path: Path, num_stages: int) -> Costs:
     """Read a file of costs for `num_stages` stages. ConfigError names the key, its value and what is expected."""
     try:
-        rows = json.loads(path.read_text())
+        rows = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the costs {str(path)!r}: {error.strerror}") from None
     except ValueError as error:

@@ -55,7 +55,7 @@ def search_schedule(num_ranks: int | None, num_micro: int | None, costs: Path | 
 
 def _read(path: Path, asked: dict[str, int | None]) -> Schedule:
     try:
-        schedule = Schedule.parse(path.read_text())
+        schedule = Schedule.parse(path.read_text(encoding="utf-8"))
         check_schedule(schedule)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
@@ -71,7 +71,7 @@ def _read(path: Path, asked: dict[str, int | None]) -> Schedule:
 def save_schedule(path: Path, schedule: Schedule) -> None:
     """Write a schedule as a file that a plan can name. Raises PlanError if it cannot be written."""
     try:
-        path.write_text(f"{schedule}\n")
+        path.write_text(f"{schedule}\n", encoding="utf-8")
     except OSError as error:
         raise PlanError(f"cannot write the schedule {str(path)!r}: {error.strerror}") from None
 

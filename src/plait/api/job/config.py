@@ -105,7 +105,7 @@ def load_config(path: str | Path, changes: Sequence[str] = ()) -> Config:
     """Read a file and apply changes like `train.steps=10`. ConfigError names file, key, value and remedy."""
     path = Path(path)
     try:
-        raw = parse_toml(path.read_text())
+        raw = parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {str(path)!r} (looked for {path.absolute()})") from None
     except (OSError, UnicodeDecodeError) as error:

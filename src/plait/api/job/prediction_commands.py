@@ -106,7 +106,7 @@ def _simulate_job(config: Config, plan: Plan, cluster: Cluster) -> StepPredictio
 def _shape_file(path: Path) -> dict[str, Any] | None:
     """The tables of a file with a [shape]; None for others, whose mistakes `load_config` names."""
     try:
-        raw = parse_toml(path.read_text())
+        raw = parse_toml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return None
     return raw if "shape" in raw else None

@@ -139,7 +139,7 @@ def _resize(running: RunSupervisor, wanted: Path) -> str:
     Returns a message for the user if the file holds no number.
     """
     try:
-        text = wanted.read_text()
+        text = wanted.read_text(encoding="utf-8")
     except OSError:
         return ""
     wanted.unlink()

@@ -27,7 +27,7 @@ from plait.api.job.from_config import (
     scheduler_factory,
 )
 from plait.api.job.gpt import BytesGPT, sample_text
-from plait.api.job.metrics import MetricsLog, Reporter, compile_progress
+from plait.api.job.metrics import MetricsLog, Reporter, compile_progress, printable
 from plait.api.trainer import StepEnd, Trainer
 from plait.backends.choose import compile_report
 from plait.comm.failure import guard
@@ -263,8 +263,8 @@ class _Job:
         assert isinstance(model, BytesGPT)
         model.load_state_dict(weights)
         text = sample_text(model, section.prompt, section.length, section.temperature, self.config.train.seed)
-        (Path(self.config.train.out) / "sample.txt").write_text(text)
-        self._say(f"a sample of what it learned:\n{text}")
+        (Path(self.config.train.out) / "sample.txt").write_text(text, encoding="utf-8")
+        self._say(f"a sample of what it learned:\n{printable(text)}")
 
     def _say(self, text: str) -> None:
         if self.reporter is not None:

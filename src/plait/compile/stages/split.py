@@ -96,11 +96,10 @@ def _named(plan: Plan) -> Schedule:
 
 def _from_file(path: str) -> Schedule:
     try:
-        return Schedule.parse(Path(path).read_text())
-    except OSError as error:
-        raise PlanError(
-            f"schedule={path}: cannot read the file: {error.strerror}; give the path of a schedule"
-        ) from None
+        return Schedule.parse(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error.reason
+        raise PlanError(f"schedule={path}: cannot read the file: {why}; give the path of a schedule") from None
 
 
 def _micro(action: Action) -> int:
