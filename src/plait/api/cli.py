@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -120,8 +119,9 @@ def train(
         if not launched_here():
             check_job(job, chosen, begins)
         if chosen.workers:
-            if run_served(job, chosen, begins).stopped:
-                raise typer.Exit(128 + signal.SIGINT)
+            served = run_served(job, chosen, begins)
+            if served.stopped:
+                raise typer.Exit(128 + served.signal)
             return
         if not under_launcher() and chosen.num_processes > 1:
             arguments = ["train", str(config), *[f"--resume={resume}"] * bool(resume), *["--trace"] * trace]
@@ -130,8 +130,9 @@ def train(
             launch_command(arguments, chosen.num_processes, chosen)
         from plait.api.job.training import run_job
 
-        if run_job(job, chosen, begins, trace).stopped:
-            raise typer.Exit(128 + signal.SIGINT)
+        ended = run_job(job, chosen, begins, trace)
+        if ended.stopped:
+            raise typer.Exit(128 + ended.signal)
 
 
 @app.command()

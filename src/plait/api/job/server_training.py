@@ -70,7 +70,7 @@ def run_served(config: Config, plan: Plan, resume: Resume = ANEW) -> Outcome:
             raise
         finally:
             running.close()
-    return Outcome(end.step, end.loss, end.stopped)
+    return Outcome(end.step, end.loss, end.stopped, vote.number)
 
 
 def served_job(config: Config, plan: Plan, resume: Resume = ANEW) -> Job:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from dataclasses import dataclass
 from itertools import islice
@@ -45,11 +46,13 @@ from plait.schedule.sync_rounds import SyncRounds
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a job: its last step, the loss of that step, and whether it was stopped before all steps were done."""
+    """The end of a job: its last step, the loss of that step, whether it was stopped before all steps were done, and by
+    which signal."""
 
     step: int
     loss: float
     stopped: bool
+    signal: int = signal.SIGINT
 
 
 def run_job(config: Config, plan: Plan, resume: Resume = ANEW, trace: bool = False) -> Outcome:
@@ -168,7 +171,7 @@ class _Job:
                 else:
                     self._save(loader)
                     self._say(f"stopped after step {trainer.step_number}; --resume goes on from there")
-                return Outcome(trainer.step_number, loss, stopped=True)
+                return Outcome(trainer.step_number, loss, stopped=True, signal=vote.number)
             start = time.perf_counter()
             with trainer.span("data", "next"):
                 batch = next(batches)
@@ -201,18 +204,21 @@ class _Job:
             if last:
                 trainer.agree()
             if self.data.held_out is not None and train.evaluate_every and (last or step % train.evaluate_every == 0):
-                values |= self._evaluate()
+                with vote.pausing():
+                    values |= self._evaluate()
             if self.log is not None and self.reporter is not None:
                 self.log.write(values)
                 self.reporter.step(step, loss, tokens, seconds)
                 if "held_out_loss" in values:
                     self.reporter.say(f"step {step}  held-out loss {values['held_out_loss']:.3f}")
             if train.save_every and step % train.save_every == 0:
-                self._save(loader, wait=last)
+                with vote.pausing():
+                    self._save(loader, wait=last)
                 saved_at = step
-        if saved_at != trainer.step_number:
-            self._save(loader)
-        self._finish()
+        with vote.pausing():
+            if saved_at != trainer.step_number:
+                self._save(loader)
+            self._finish()
         return Outcome(trainer.step_number, loss, stopped=False)
 
     def _loader(self, dataset: Any, shuffle: bool, ahead: bool = True) -> Loader:
