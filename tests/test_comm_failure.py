@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from comm_worlds import Script, run, start_scripts
+from typer import Exit
 
+from plait.api.command import errors_shown_once
+from plait.comm import rendezvous
 from plait.comm.agree import agree
 from plait.comm.process_world import device_mesh, process_world
 from plait.comm.protocol import World
@@ -238,3 +241,38 @@ def mesh_names(world: World) -> tuple[tuple[str, ...], int]:
 def test_device_mesh() -> None:
     names = ("data", "tensor")
     assert run("shm", Mesh((("data", 1), ("tensor", 2))), mesh_names) == [(names, 0), (names, 1)]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"RANK": "5"}, "RANK='5': WORLD_SIZE=2 has ranks 0 to 1"),
+        ({"RANK": "x"}, "RANK='x': WORLD_SIZE=2 has ranks 0 to 1"),
+        ({"RANK": "-1"}, "RANK='-1': WORLD_SIZE=2 has ranks 0 to 1"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two': it is a whole number from 1"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT='99999': it is a whole number from 1 to 65535"),
+    ],
+)
+def test_variables_of_ranks_started_by_hand(
+    given: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, text in (good | given).items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(WorldError, match=message):
+        process_world(mesh(2))
+    with pytest.raises(Exit), errors_shown_once():
+        process_world(mesh(2))
+    assert message in capsys.readouterr().err
+
+
+def test_a_rank_that_waits_for_others_to_join_says_where(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "PLAIT_NOTICE": "0.01"}.items():
+        monkeypatch.setenv(name, text)
+    said = ""
+    with rendezvous._telling(1, 4):
+        while not said.endswith("\n"):
+            said += capsys.readouterr().err
+    assert "rank 1 has waited 0 s at 10.0.0.1:29500 (MASTER_ADDR and MASTER_PORT) for 4 ranks" in said

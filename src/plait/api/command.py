@@ -15,7 +15,7 @@ import typer
 from plait.api.output import lasting_output
 from plait.api.script import tell_other_ranks
 from plait.comm.launch import FAILURE_FILE, first_to_fail, launch
-from plait.engine.environment import num_processes, rank, resolve_plan, under_launcher
+from plait.engine.environment import num_processes, resolve_plan, under_launcher
 from plait.errors import PlaitError, PlanError, RankFailed
 from plait.plan.plan import Plan
 
@@ -89,4 +89,4 @@ def errors_shown_once(status: int = 2, script: bool = False) -> Iterator[None]:
 
 
 def _failed(error: Exception) -> str:
-    return f"rank {rank()} failed: {type(error).__name__}: "
+    return f"rank {os.environ['RANK']} failed: {type(error).__name__}: "

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from plait.errors import WorldError
+
 FAILURE_FILE = "PLAIT_FAILURE_FILE"  # the rank that creates this file is the one that shows its exception
 _FOLDER = "PLAIT_RANKS_FOLDER"  # where the ranks of a launch find each other
 _LAUNCHER = "PLAIT_LAUNCHER"  # process id of the launcher
@@ -146,6 +148,24 @@ def _signals() -> Iterator[list[int]]:
 def meet_in(folder: Path, parent: int) -> dict[str, str]:
     """The environment with which ranks meet in `folder`; `parent` is the process id of their launcher."""
     return {_FOLDER: str(folder), _LAUNCHER: str(parent)}
+
+
+def rank_and_size() -> tuple[int, int]:
+    """RANK and WORLD_SIZE of the environment; 0 and 1 where they are not set. Raises WorldError for values that cannot
+    be."""
+    size = number_of("WORLD_SIZE", 1, range(1, 1 << 31))
+    return number_of("RANK", 0, range(size), f"WORLD_SIZE={size} has ranks 0 to {size - 1}"), size
+
+
+def number_of(name: str, default: int, allowed: range, why: str = "") -> int:
+    """A whole number of the environment. Raises WorldError if it is none, or not allowed."""
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not text.strip().isdecimal() or int(text) not in allowed:
+        why = why or f"it is a whole number from {allowed[0]} to {allowed[-1]}"
+        raise WorldError(f"{name}={text!r}: {why}; start with `plait run` or torchrun, which set it, or correct it")
+    return int(text)
 
 
 def ranks_folder() -> Path | None:
