@@ -30,6 +30,7 @@ from plait.plan.axes import axis_kind, stage_axis
 from plait.schedule.readiness import Edges
 from plait.spec.mesh import Mesh
 from plait.spec.schedule import Schedule
+from plait.spec.text_files import open_in_run
 from plait.spec.trace import ExpertLoad, Sample, Span, Trace
 
 PLAN, COSTS, TRACE = "plan.json", "costs.json", "trace"
@@ -219,5 +220,6 @@ def _as_rows(costs: Costs) -> dict[str, Any]:
 def _write(path: Path, text: str) -> None:
     """Replace the file atomically: a report may read it while the run goes on."""
     part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
+    with open_in_run(part) as file:
+        file.write(text)
     os.replace(part, path)

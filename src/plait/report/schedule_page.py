@@ -14,6 +14,7 @@ from plait.schedule.readiness import chain
 from plait.schedule.schedule_grid import draw_grid
 from plait.schedule.zero_bubble_rules import StageSeconds, search_zero_bubble
 from plait.spec.schedule import Schedule
+from plait.spec.text_files import TABLES, read_bounded
 from plait.spec.trace import Trace
 
 SEARCHED = "zb-search"
@@ -25,7 +26,7 @@ def find_schedule(name: str, num_ranks: int | None, num_micro: int | None, chunk
     Raises PlanError if there is neither, if a size is missing, or if a file is for another size. Raises ScheduleError
     if the file's schedule is invalid.
     """
-    if name not in FAMILIES and Path(name).is_file():
+    if name not in FAMILIES and Path(name).exists():
         return _read(Path(name), {"--stages": num_ranks, "--micro": num_micro, "--chunks": chunks})
     try:
         find_family(name)
@@ -55,7 +56,7 @@ def search_schedule(num_ranks: int | None, num_micro: int | None, costs: Path | 
 
 def _read(path: Path, asked: dict[str, int | None]) -> Schedule:
     try:
-        schedule = Schedule.parse(path.read_text(encoding="utf-8"))
+        schedule = Schedule.parse(read_bounded(path, TABLES))
         check_schedule(schedule)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None

@@ -31,6 +31,7 @@ from plait.spec.cluster import (
     HostSpec,
     LinkSpec,
 )
+from plait.spec.text_files import SETTINGS, read_bounded
 from plait.spec.toml_text import parse_toml
 
 _DATASHEET = "the data sheet of the device"
@@ -158,7 +159,7 @@ def _shipped(name: str) -> Cluster:
 def read_cluster(path: Path) -> Cluster:
     """The cluster in a file. Raises ConfigError as `find_cluster` does."""
     try:
-        return parse_cluster(path.read_text(encoding="utf-8"), str(path), path.stem)
+        return parse_cluster(read_bounded(path, SETTINGS), str(path), path.stem)
     except FileNotFoundError:
         raise ConfigError(f"there is no cluster file {str(path)!r} (looked for {path.absolute()})") from None
     except (OSError, UnicodeDecodeError) as error:

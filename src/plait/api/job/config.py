@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from plait.errors import ConfigError
+from plait.spec.text_files import SETTINGS, read_bounded
 from plait.spec.toml_text import parse_toml
 
 
@@ -105,7 +106,7 @@ def load_config(path: str | Path, changes: Sequence[str] = ()) -> Config:
     """Read a file and apply changes like `train.steps=10`. ConfigError names file, key, value and remedy."""
     path = Path(path)
     try:
-        raw = parse_toml(path.read_text(encoding="utf-8"))
+        raw = parse_toml(read_bounded(path, SETTINGS))
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {str(path)!r} (looked for {path.absolute()})") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from plait.cost.noise_scale import NoiseSample, NoiseScale, noise_scale
 from plait.errors import DataError
+from plait.spec.text_files import open_in_run
 
 METRICS = "metrics.jsonl"
 
@@ -50,7 +51,7 @@ class MetricsLog:
         self._first = {"plan": plan} if plan else {}
         self.path = folder / METRICS
         kept = _lines_before(self.path, first_step)
-        self._file = open(self.path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115  (closed by `close`)
+        self._file = open_in_run(self.path)  # closed by `close`
         self._file.writelines(kept)
         self._tensorboard: Any = None
         if tensorboard:

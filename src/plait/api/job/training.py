@@ -42,6 +42,7 @@ from plait.engine.data.loader import Loader
 from plait.engine.local_batch import num_tokens
 from plait.plan.plan import Plan
 from plait.schedule.sync_rounds import SyncRounds
+from plait.spec.text_files import open_in_run
 
 
 @dataclass(frozen=True)
@@ -269,7 +270,8 @@ class _Job:
         assert isinstance(model, BytesGPT)
         model.load_state_dict(weights)
         text = sample_text(model, section.prompt, section.length, section.temperature, self.config.train.seed)
-        (Path(self.config.train.out) / "sample.txt").write_text(text, encoding="utf-8")
+        with open_in_run(Path(self.config.train.out) / "sample.txt") as file:
+            file.write(text)
         self._say(f"a sample of what it learned:\n{printable(text)}")
 
     def _say(self, text: str) -> None:
