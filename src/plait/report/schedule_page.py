@@ -18,6 +18,7 @@ from plait.spec.text_files import TABLES, read_bounded
 from plait.spec.trace import Trace
 
 SEARCHED = "zb-search"
+_MOST_CELLS = 4_000_000
 
 
 def find_schedule(name: str, num_ranks: int | None, num_micro: int | None, chunks: int | None) -> Schedule:
@@ -35,6 +36,11 @@ def find_schedule(name: str, num_ranks: int | None, num_micro: int | None, chunk
     if num_ranks is None or num_micro is None:
         lacking = " and ".join(key for key, value in (("--stages", num_ranks), ("--micro", num_micro)) if value is None)
         raise PlanError(f"the schedule {name} is of any size: give {lacking}, like --stages 4 --micro 8")
+    if (cells := num_ranks * (num_ranks + num_micro)) > _MOST_CELLS:
+        raise PlanError(
+            f"--stages {num_ranks} --micro {num_micro}: the picture has a row for each rank and a column for each time,"
+            f" {cells:,} cells or more; take fewer, with {_MOST_CELLS:,} cells at most"
+        )
     return make_schedule(name, num_ranks, num_micro, chunks)
 
 
