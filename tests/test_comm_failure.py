@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -9,11 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from comm_worlds import Script, run, start_scripts
+from typer import Exit
 
+from plait.api.command import errors_shown_once
+from plait.comm import rendezvous
 from plait.comm.agree import agree
 from plait.comm.process_world import device_mesh, process_world
 from plait.comm.protocol import World
-from plait.comm.stop_vote import StopVote
+from plait.comm.stop_vote import _TWICE_SECONDS, StopVote
 from plait.comm.thread_world import run_ranks
 from plait.errors import PlanError, RankFailed, WorldError
 from plait.spec.mesh import Mesh
@@ -132,6 +136,45 @@ def test_signal_to_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
     assert len(steps) == 1, steps
 
 
+_ONE_STICKS = (
+    "import plait.comm.stop_vote as votes; votes._GRACE_SECONDS = {grace}; vote = StopVote(world); step = 0\n"
+    "    while not vote.should_stop(step):\n"
+    "        comm.all_reduce(torch.ones(1)).wait(); step += 1; world.monitor.num_steps = step\n"
+    "        if step == 3: print('ready', flush=True)\n"
+    "        if step == 3 and world.rank == 1: time.sleep(600)"
+)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_rank_that_is_stuck_does_not_hold_up_a_stop(again: bool, tmp_path: Path) -> None:
+    ranks = processes(tmp_path, _ONE_STICKS.format(grace=600 if again else 0.1), 2)
+    for rank in ranks:
+        rank.wait_ready()
+    ranks[0].process.terminate()
+    if again:
+        time.sleep(_TWICE_SECONDS + 0.1)
+        os.kill(ranks[0].process.pid or 0, signal.SIGINT)
+    results = [rank.outcome() for rank in ranks]
+    assert [status for status, _, _ in results] == [1, 1], results
+    complaints = "".join(text for _, _, text in results)
+    assert complaints.count("plait: rank 1 failed: ") == complaints.count("plait: ") == 1, complaints
+    why = "stopped at once, by a second signal after SIGTERM" if again else "no further step in the 0 s after SIGTERM"
+    assert why in complaints and "Traceback" not in complaints
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_terminal_that_goes_away_stops_a_run_unless_it_is_ignored(ignored: bool) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with StopVote(process_world(Mesh(()))) as vote:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert vote.should_stop(1) is not ignored
+            assert vote.number == (signal.SIGINT if ignored else signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if ignored else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def vote_in_threads(world: World) -> int:
     step = 0
     with StopVote(world) as vote:
@@ -198,3 +241,38 @@ def mesh_names(world: World) -> tuple[tuple[str, ...], int]:
 def test_device_mesh() -> None:
     names = ("data", "tensor")
     assert run("shm", Mesh((("data", 1), ("tensor", 2))), mesh_names) == [(names, 0), (names, 1)]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"RANK": "5"}, "RANK='5': WORLD_SIZE=2 has ranks 0 to 1"),
+        ({"RANK": "x"}, "RANK='x': WORLD_SIZE=2 has ranks 0 to 1"),
+        ({"RANK": "-1"}, "RANK='-1': WORLD_SIZE=2 has ranks 0 to 1"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two': it is a whole number from 1"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT='99999': it is a whole number from 1 to 65535"),
+    ],
+)
+def test_variables_of_ranks_started_by_hand(
+    given: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, text in (good | given).items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(WorldError, match=message):
+        process_world(mesh(2))
+    with pytest.raises(Exit), errors_shown_once():
+        process_world(mesh(2))
+    assert message in capsys.readouterr().err
+
+
+def test_a_rank_that_waits_for_others_to_join_says_where(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "PLAIT_NOTICE": "0.01"}.items():
+        monkeypatch.setenv(name, text)
+    said = ""
+    with rendezvous._telling(1, 4):
+        while not said.endswith("\n"):
+            said += capsys.readouterr().err
+    assert "rank 1 has waited 0 s at 10.0.0.1:29500 (MASTER_ADDR and MASTER_PORT) for 4 ranks" in said

@@ -28,6 +28,14 @@ def test_examples_are_valid(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     check_job(config, Plan(data=4))
 
 
+@pytest.mark.parametrize(("name", "why"), [("x" * 300, "File name too long"), ("a\0b", "embedded null byte")])
+def test_a_folder_that_cannot_be(name: str, why: str, tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, SMALL), ["data.source=" + str(tmp_path / "job.toml"), "train.batch_size=1"])
+    train = config.train.model_copy(update={"out": name})
+    with pytest.raises(ConfigError, match=f"cannot be a folder: {why}; name another"):
+        check_job(config.model_copy(update={"train": train}), Plan())
+
+
 def test_set_changes_values(tmp_path: Path) -> None:
     path = write(tmp_path, SMALL)
     config = load_config(path, ["train.steps=7", "train.out=runs/x", "optimizer.betas=[0.9, 0.95]", "model.width=16"])
@@ -49,6 +57,8 @@ def test_set_changes_values(tmp_path: Path) -> None:
         ("train = 3", [], ["train = 3", "a table"]),
         ("[train\n", [], ["not valid TOML", "line 1"]),
         ("", ["train.steps=many"], ["--set: train.steps = 'many'", "a whole number"]),
+        ("", ["a.b.c.d=3"], ["--set: unknown key a; the file has model"]),
+        ("", ["train.seed=99999999999999999999"], ["--set: train.seed = 99999999999999999999", "less than"]),
         ("", ["steps=3"], ["cannot read --set 'steps=3'"]),
         ('[scheduler]\nname = "step"', [], ["scheduler.name = 'step'", "'cosine' or 'constant'"]),
         ("[train]\nsteps = 0\nseed = -1", [], ["train.steps = 0", "train.seed = -1"]),

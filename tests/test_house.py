@@ -277,6 +277,48 @@ def _words(path: Path) -> set[str]:
     return {word.lower() for name in names for word in re.findall("[A-Z]?[a-z]+", name)}
 
 
+def test_text_files_have_an_encoding() -> None:
+    """Else the locale says what a file's bytes mean: another user's run would read other data."""
+    found = _by_file(lambda path: [ast.unparse(node) for node in _nodes(path) if _lacks_encoding(node)])
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "lacks"),
+    [
+        ("path.read_text()", True),
+        ("path.write_text(text)", True),
+        ("open(name)", True),
+        ("path.open('w')", True),
+        ("subprocess.run(command, text=True)", True),
+        ("path.read_text(encoding='utf-8')", False),
+        ("open(name, 'rb')", False),
+        ("path.open(mode='wb')", False),
+        ("os.open(name, flags)", False),
+        ("read_text(source)", False),
+    ],
+)
+def test_text_without_an_encoding_is_recognised(text: str, lacks: bool) -> None:
+    assert _lacks_encoding(ast.parse(text, mode="eval").body) is lacks
+
+
+_OPEN_THEIR_OWN = ("os.open", "Segment.open")  # descriptors; and a file system of fsspec's, whose modes are binary
+
+
+def _lacks_encoding(node: ast.AST) -> bool:
+    """Whether a call opens, reads or writes a file as text, in the encoding of the locale."""
+    if not isinstance(node, ast.Call) or any(word.arg == "encoding" for word in node.keywords):
+        return False
+    name, method = ast.unparse(node.func), isinstance(node.func, ast.Attribute)
+    if name == "open" or (name.endswith(".open") and name not in _OPEN_THEIR_OWN):
+        modes = [word.value for word in node.keywords if word.arg == "mode"] or node.args[0 if method else 1 :]
+        text = [each.value for each in modes if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        return not any("b" in each for each in text)
+    if method and name.endswith((".read_text", ".write_text")):
+        return True
+    return any(word.arg in ("text", "universal_newlines") for word in node.keywords) and "subprocess" in name
+
+
 def test_files_are_short() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in SOURCES}
     assert {name: length for name, length in lengths.items() if length > 500} == {}

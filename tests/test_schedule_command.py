@@ -15,9 +15,10 @@ from plait.api.cli import app
 from plait.compile.stages.split import schedule_of
 from plait.cost.costs import Costs
 from plait.cost.simulate import simulate
+from plait.errors import PlanError
 from plait.plan.plan import Plan
 from plait.report.charts import draw_utilisation
-from plait.report.schedule_page import describe_schedule
+from plait.report.schedule_page import describe_schedule, find_schedule
 from plait.report.swimlane import COLOURS, draw_swimlanes, page
 from plait.schedule.families import make_schedule
 from plait.spec.schedule import Schedule
@@ -97,6 +98,13 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argume
     result = CliRunner().invoke(app, ["schedule", *arguments])
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_what_would_take_minutes_is_refused() -> None:
+    with pytest.raises(PlanError, match="4,000,000 cells at most"):
+        find_schedule("gpipe", 100_000, 100_000, None)
+    with pytest.raises(PlanError, match="500,000 pairs at most"):
+        make_schedule("interleaved", 2, 2, 10**9)
 
 
 def test_it_needs_no_torch() -> None:

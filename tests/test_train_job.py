@@ -194,7 +194,7 @@ def test_stop_by_signal_and_resume(folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(training, "num_tokens", stop_at_37)
     before = signal.getsignal(signal.SIGTERM)  # Ray's, where its tests ran before
     outcome = train("train.steps=40")
-    assert outcome.stopped and outcome.step == 37
+    assert outcome.stopped and outcome.step == 37 and outcome.signal == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
     outcome = train("train.steps=40", resume=True)
     assert not outcome.stopped and outcome.step == 40

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -120,8 +119,9 @@ def train(
         if not launched_here():
             check_job(job, chosen, begins)
         if chosen.workers:
-            if run_served(job, chosen, begins).stopped:
-                raise typer.Exit(128 + signal.SIGINT)
+            served = run_served(job, chosen, begins)
+            if served.stopped:
+                raise typer.Exit(128 + served.signal)
             return
         if not under_launcher() and chosen.num_processes > 1:
             arguments = ["train", str(config), *[f"--resume={resume}"] * bool(resume), *["--trace"] * trace]
@@ -130,8 +130,9 @@ def train(
             launch_command(arguments, chosen.num_processes, chosen)
         from plait.api.job.training import run_job
 
-        if run_job(job, chosen, begins, trace).stopped:
-            raise typer.Exit(128 + signal.SIGINT)
+        ended = run_job(job, chosen, begins, trace)
+        if ended.stopped:
+            raise typer.Exit(128 + ended.signal)
 
 
 @app.command()
@@ -340,7 +341,7 @@ def run(
     ] = None,
 ) -> None:
     """Run your own script on processes of this machine. Its Trainer uses the plan given here, or else its own."""
-    with errors_shown_once():
+    with errors_shown_once(script=True):
         if not script.is_file():
             raise PlanError(f"there is no script {str(script)!r} (looked for {script.absolute()})")
         chosen = choose_plan(plan, processes) if plan is not None or "PLAIT_PLAN" in os.environ else None

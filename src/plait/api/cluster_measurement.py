@@ -137,7 +137,7 @@ def write_measured(text: str, out: Path | None) -> None:
         return
     written = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        written.write_text(text)
+        written.write_text(text, encoding="utf-8")
         written.replace(out)
     except OSError as error:
         raise ConfigError(f"cannot write the cluster file {str(out)!r}: {error.strerror}") from None
@@ -370,7 +370,7 @@ def _points(sizes: Sequence[float], parts: Sequence[float]) -> str:
 
 def _cpu() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -382,7 +382,7 @@ def _network_cards() -> list[str]:
     speeds: list[float] = []
     for path in Path("/sys/class/net").glob("*/speed"):
         try:
-            speeds.append(float(path.read_text()))
+            speeds.append(float(path.read_text(encoding="utf-8")))
         except (OSError, ValueError):
             continue
     speeds = [speed for speed in speeds if speed > 0]

@@ -6,15 +6,16 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from plait.api.output import lasting_output
 from plait.api.script import tell_other_ranks
 from plait.comm.launch import FAILURE_FILE, first_to_fail, launch
-from plait.engine.environment import num_processes, rank, resolve_plan, under_launcher
+from plait.engine.environment import num_processes, resolve_plan, under_launcher
 from plait.errors import PlaitError, PlanError, RankFailed
 from plait.plan.plan import Plan
 
@@ -61,17 +62,20 @@ def launch_command(arguments: list[str], size: int, plan: Plan | None) -> None:
 
 
 @contextmanager
-def errors_shown_once(status: int = 2) -> Iterator[None]:
-    """Print a PlaitError as one message and exit with `status`. Of several ranks only the first to fail prints."""
+def errors_shown_once(status: int = 2, script: bool = False) -> Iterator[None]:
+    """Print a PlaitError as one message and exit with `status`. Of several ranks only the first to fail prints.
+
+    What plait prints itself does not fail; a user's `script` has standard output as it is."""
     try:
-        yield
+        with nullcontext() if script else lasting_output():
+            yield
     except PlaitError as error:
         tell_other_ranks(error)
         if first_to_fail():
             from rich.console import Console
 
             who = "" if isinstance(error, RankFailed) or not under_launcher() else _failed(error)
-            console = Console(stderr=True, highlight=False)
+            console = Console(stderr=True, highlight=False, emoji=False)
             console.print(f"plait: {who}{error}", markup=False, style="red", soft_wrap=True)
         raise typer.Exit(status) from None
     except Exception as error:
@@ -85,4 +89,4 @@ def errors_shown_once(status: int = 2) -> Iterator[None]:
 
 
 def _failed(error: Exception) -> str:
-    return f"rank {rank()} failed: {type(error).__name__}: "
+    return f"rank {os.environ['RANK']} failed: {type(error).__name__}: "

@@ -59,11 +59,12 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
 
 def tell_other_ranks(error: BaseException) -> None:
     """Tell other ranks, if there are any, that this one has failed."""
-    if num_processes() > 1 and "plait.comm.failure" in sys.modules:
+    if "plait.comm.failure" in sys.modules and os.environ.get("WORLD_SIZE", "1") != "1":
         from plait.comm.failure import let_failed_rank_report, tell_failure
 
         tell_failure(error)
-        let_failed_rank_report(rank(), error)
+        if isinstance(error, RankFailed):  # a world was made, by a rank whose number can be
+            let_failed_rank_report(rank(), error)
 
 
 def _print_whole_lines() -> None:

@@ -111,7 +111,7 @@ def memory_taken(device: torch.device) -> int:
     """Bytes of a device's memory that tensors of this process occupy; of a CPU those that the process has in memory."""
     if not is_host(device):
         return bytes_allocated(device)
-    with open("/proc/self/statm") as file:
+    with open("/proc/self/statm", encoding="utf-8") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from plait.errors import WorldError
+
 FAILURE_FILE = "PLAIT_FAILURE_FILE"  # the rank that creates this file is the one that shows its exception
 _FOLDER = "PLAIT_RANKS_FOLDER"  # where the ranks of a launch find each other
 _LAUNCHER = "PLAIT_LAUNCHER"  # process id of the launcher
@@ -27,7 +29,9 @@ STORE, SOCKET = "store", "socket"
 _LOOK_SECONDS = 0.05
 _LEAVE_SECONDS = 30.0  # time for the other ranks to end once a rank has failed
 _SAVE_SECONDS = 600.0  # time for all ranks to end once they are asked to stop: they may save first
-_INSISTS = 3  # after this many signals the launcher no longer waits for a save
+_INSIST_SECONDS = 5.0  # time for all ranks to end after a second signal, or once one fails after the first
+_INSISTS = 3  # after this many signals the launcher does not wait
+_TWICE_SECONDS = 0.5  # signals that come together are one: `timeout` sends to a process and then to its group
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -60,7 +64,7 @@ def launch(arguments: Sequence[str], num_processes: int, environment: Mapping[st
                 own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
                 # A session of its own: Ctrl-C reaches a rank once, and a rank's children can be ended with it.
                 ranks.append(subprocess.Popen([sys.executable, *arguments], env=common | own, start_new_session=True))
-            failed = _wait(ranks, asked)
+            failed = _wait(ranks, asked, str(folder / "failure"))
         finally:
             _end(ranks, signal.SIGKILL)
         if asked:
@@ -75,7 +79,7 @@ def launch(arguments: Sequence[str], num_processes: int, environment: Mapping[st
         return max(status, 1)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], asked: Sequence[int]) -> int | None:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], asked: Sequence[int], failure_file: str) -> int | None:
     """Wait until all ranks have ended. Returns the first that failed, after which the others are ended."""
     failed: int | None = None
     passed_on = 0
@@ -84,11 +88,17 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], asked: Sequence[int]) -> int
         if passed_on < len(asked):
             _end(ranks, asked[passed_on])
             passed_on += 1
-            limit = min(limit, time.monotonic() + (_SAVE_SECONDS if passed_on < _INSISTS else 0))
+            wait = _SAVE_SECONDS if passed_on == 1 else _INSIST_SECONDS if passed_on < _INSISTS else 0.0
+            limit = min(limit, time.monotonic() + wait)
         if failed is None and (failed := _first_failed(ranks)) is not None:
             _end(ranks, signal.SIGTERM)
-            limit = min(limit, time.monotonic() + _LEAVE_SECONDS)
+            limit = min(limit, time.monotonic() + (_INSIST_SECONDS if asked else _LEAVE_SECONDS))
         if time.monotonic() > limit:
+            stuck = [str(i) for i, rank in enumerate(ranks) if rank.poll() is None]
+            if asked and stuck and first_to_fail(failure_file):
+                which = f"rank{'s' * (len(stuck) > 1)} {', '.join(stuck)}"
+                name = signal.Signals(asked[0]).name
+                print(f"plait: {which} did not end after {name}, and had to be killed", file=sys.stderr)
             _end(ranks, signal.SIGKILL)
         time.sleep(_LOOK_SECONDS)
     return _first_failed(ranks) if failed is None else failed
@@ -115,9 +125,13 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 def _signals() -> Iterator[list[int]]:
     """A list to which each signal is appended when it arrives; signals that were ignored stay ignored."""
     found: list[int] = []
+    came: dict[int, float] = {}
 
     def note(number: int, frame: FrameType | None) -> None:
-        found.append(number)
+        now = time.monotonic()
+        if now - came.get(number, float("-inf")) >= _TWICE_SECONDS:
+            found.append(number)
+            came[number] = now
 
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in _SIGNALS if main}
@@ -134,6 +148,24 @@ def _signals() -> Iterator[list[int]]:
 def meet_in(folder: Path, parent: int) -> dict[str, str]:
     """The environment with which ranks meet in `folder`; `parent` is the process id of their launcher."""
     return {_FOLDER: str(folder), _LAUNCHER: str(parent)}
+
+
+def rank_and_size() -> tuple[int, int]:
+    """RANK and WORLD_SIZE of the environment; 0 and 1 where they are not set. Raises WorldError for values that cannot
+    be."""
+    size = number_of("WORLD_SIZE", 1, range(1, 1 << 31))
+    return number_of("RANK", 0, range(size), f"WORLD_SIZE={size} has ranks 0 to {size - 1}"), size
+
+
+def number_of(name: str, default: int, allowed: range, why: str = "") -> int:
+    """A whole number of the environment. Raises WorldError if it is none, or not allowed."""
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not text.strip().isdecimal() or int(text) not in allowed:
+        why = why or f"it is a whole number from {allowed[0]} to {allowed[-1]}"
+        raise WorldError(f"{name}={text!r}: {why}; start with `plait run` or torchrun, which set it, or correct it")
+    return int(text)
 
 
 def ranks_folder() -> Path | None:

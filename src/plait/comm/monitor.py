@@ -68,6 +68,7 @@ class Monitor:
         self._owner = threading.get_ident()
         self._num_waits = self._beat = 0
         self._signs: dict[int, tuple[int, float]] = {}  # by rank: its latest beat, and when it was first seen
+        self._beats: dict[int, tuple[int, float]] = {}  # the same, as `progress` saw it
         self._ended: set[int] = set()  # ranks that seemed gone at the last look
         self._suspect: tuple[tuple[tuple[int, int], ...], dict[int, int]] | None = None
         self._interval = max(_BEAT_SECONDS, size / 50)  # many ranks share one store
@@ -106,6 +107,18 @@ class Monitor:
     def behind_step(self, step: int) -> list[int]:
         """The ranks that have begun fewer than `step` steps."""
         return [rank for rank in range(self._size) if rank != self.rank and self._status(rank)["steps"] < step]
+
+    def progress(self) -> dict[int, tuple[int, bool, str]]:
+        """For each rank the steps that it has begun, whether it lives and waits for others, and what it does."""
+        found = {}
+        for rank in range(self._size):
+            status = self._status(rank)
+            beat, since = self._beats.get(rank, (-1, 0.0))
+            if status["beat"] != beat:
+                beat, since = self._beats[rank] = (status["beat"], time.monotonic())
+            quiet = time.monotonic() - since > 4 * self._interval  # such as one that was stopped
+            found[rank] = (status["steps"], status["wait"] is not None and not quiet, self._doing_of(rank))
+        return found
 
     def find_gone(self) -> int | None:
         """A rank that has ended, looked for after a collective failed; None if there is none.

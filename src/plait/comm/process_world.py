@@ -24,7 +24,7 @@ from plait.comm.device import is_host, make_current, own_device
 from plait.comm.failure import at_exit, leave
 from plait.comm.group import AloneComm
 from plait.comm.key_value_store import KeyValueStore, LocalStore, SocketStore
-from plait.comm.launch import SOCKET, ranks_folder
+from plait.comm.launch import SOCKET, rank_and_size, ranks_folder
 from plait.comm.monitor import Monitor, timeout
 from plait.comm.process_group_transport import ProcessGroupComm
 from plait.comm.protocol import CHANNELS, Comm, World, channel_key, find_comm
@@ -97,7 +97,7 @@ def process_world(
     """
     global _num_worlds
     started = dist.is_initialized()
-    size = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
+    size = dist.get_world_size() if started else rank_and_size()[1]
     if mesh.size != size:
         there = "is 1 process" if size == 1 else f"are {size} processes"
         raise WorldError(
@@ -272,7 +272,7 @@ def _host() -> str:
 
 
 def _available_memory() -> int:
-    with open("/proc/meminfo") as file:
+    with open("/proc/meminfo", encoding="utf-8") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
 
 

@@ -11,8 +11,10 @@ import ipaddress
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from plait.comm.device import process_group_backend
-from plait.comm.launch import STORE, ranks_folder
+from plait.comm.launch import STORE, number_of, rank_and_size, ranks_folder
 from plait.comm.monitor import notice_after, timeout
 from plait.errors import WorldError
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _BACKLOG = 2048
+_PORTS = range(1, 1 << 16)
 _JOIN = timedelta(minutes=30)  # as long as torch.distributed waits for ranks that come late
 _held: dict[tuple[str, int], Store] = {}  # stores by address and port; a process opens each once
 _num_stores = 0
@@ -39,15 +42,39 @@ def join(where: torch.device) -> None:
     wanted = ("RANK",) if folder is not None else ("RANK", "MASTER_ADDR", "MASTER_PORT")
     if absent := [name for name in wanted if name not in os.environ]:
         raise WorldError(f"WORLD_SIZE is set but {', '.join(absent)} is not; start with `plait run` or torchrun")
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = rank_and_size()
+    if folder is None:
+        number_of("MASTER_PORT", 0, _PORTS)
+    notice_after()  # raises for a wrong value
+    with _telling(rank, size) if folder is None else nullcontext():
+        _start(where, folder, rank, size)
+
+
+def _start(where: torch.device, folder: Path | None, rank: int, size: int) -> None:
     store = _file_store(folder, size) if folder is not None else _port_store(rank, size)
     if folder is not None or _is_loopback(os.environ["MASTER_ADDR"]):
         stay_on_loopback()
-    notice_after()  # raises for a wrong value
     at: dict[str, Any] = {"timeout": timedelta(seconds=timeout())}
     at |= {} if store is None else {"store": store, "rank": rank, "world_size": size}
     # Without a device_id, which would give each group one communicator for everything: messages would wait for others.
     dist.init_process_group(process_group_backend(where), **at)
+
+
+@contextmanager
+def _telling(rank: int, size: int) -> Iterator[None]:
+    """Print, after PLAIT_NOTICE seconds within it, which address this rank waits at and for how many others."""
+    at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    text = (
+        f"plait: rank {rank} has waited {notice_after():.0f} s at {at} (MASTER_ADDR and MASTER_PORT) for {size} ranks"
+        f" (WORLD_SIZE) to join; start all of them, with the same address"
+    )
+    timer = threading.Timer(notice_after(), lambda: print(text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def lead_scripts(folder: Path) -> None:

@@ -75,7 +75,7 @@ def host_name() -> str:
     """A text that is equal on processes that can open each other's files; "" if that is unknown."""
     if platform.system() != "Linux":
         return ""
-    with open("/proc/sys/kernel/random/boot_id") as file:
+    with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
         boot = file.read().strip()
     return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import ConfigError
+from plait.spec.text_files import TABLES, read_bounded
 
 _STAGES = (
     "forward",
@@ -118,7 +119,7 @@ class Costs:
 def read_costs(path: Path, num_stages: int) -> Costs:
     """Read a file of costs for `num_stages` stages. ConfigError names the key, its value and what is expected."""
     try:
-        rows = json.loads(path.read_text())
+        rows = json.loads(read_bounded(path, TABLES))
     except OSError as error:
         raise ConfigError(f"cannot read the costs {str(path)!r}: {error.strerror}") from None
     except ValueError as error:

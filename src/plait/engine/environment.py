@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from plait.comm.launch import rank_and_size
 from plait.plan.plan import Plan
 
 
@@ -31,10 +32,10 @@ def under_launcher() -> bool:
 
 
 def rank() -> int:
-    """This process's rank; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
+    """This process's rank; 0 without a launcher. Raises WorldError for one that is none of `num_processes`."""
+    return rank_and_size()[0]
 
 
 def num_processes() -> int:
-    """The number of processes; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """The number of processes; 1 without a launcher. Raises WorldError for a text that is no number above 0."""
+    return rank_and_size()[1]

@@ -30,6 +30,7 @@ from plait.plan.axes import axis_kind, stage_axis
 from plait.schedule.readiness import Edges
 from plait.spec.mesh import Mesh
 from plait.spec.schedule import Schedule
+from plait.spec.text_files import open_in_run
 from plait.spec.trace import ExpertLoad, Sample, Span, Trace
 
 PLAN, COSTS, TRACE = "plan.json", "costs.json", "trace"
@@ -136,7 +137,7 @@ def read_plan(folder: Path) -> RunPlan | None:
     if not path.exists():
         return None
     try:
-        rows = json.loads(path.read_text())
+        rows = json.loads(path.read_text(encoding="utf-8"))
         axes = tuple((str(name), int(size)) for name, size in rows["axes"])
         if "schedule" not in rows:
             return RunPlan(rows["plan"], axes)
@@ -163,7 +164,7 @@ def read_trace(folder: Path, mesh: Mesh) -> list[Recorded]:
     memory_of = ""
     for rank, path in enumerate(files):
         try:
-            rows = json.loads(path.read_text())
+            rows = json.loads(path.read_text(encoding="utf-8"))
             memory_of = rows["memory_of"]
             for step in rows["steps"]:
                 by_step[step["step"]].append((rank, step))
@@ -219,5 +220,6 @@ def _as_rows(costs: Costs) -> dict[str, object]:
 def _write(path: Path, text: str) -> None:
     """Replace the file atomically: a report may read it while the run goes on."""
     part = path.with_suffix(".part")
-    part.write_text(text)
+    with open_in_run(part) as file:
+        file.write(text)
     os.replace(part, path)

@@ -98,10 +98,11 @@ def build_page(
         body += f"<h2>Time</h2>{chooser}" + "".join(f'<div id="{name}"></div>' for name in _PLACES)
     if metrics:
         body += '<h2>Training</h2><div id="metrics"></div>'
+    script = SCRIPT.read_text(encoding="utf-8")
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{_STYLE}</style></head><body>{body}\n{data}"
-        f"<script>{get_plotlyjs()}</script><script>{SCRIPT.read_text()}{_SCRIPT}</script></body></html>\n"
+        f"<script>{get_plotlyjs()}</script><script>{script}{_SCRIPT}</script></body></html>\n"
     )
 
 

@@ -14,9 +14,11 @@ from plait.schedule.readiness import chain
 from plait.schedule.schedule_grid import draw_grid
 from plait.schedule.zero_bubble_rules import StageSeconds, search_zero_bubble
 from plait.spec.schedule import Schedule
+from plait.spec.text_files import TABLES, read_bounded
 from plait.spec.trace import Trace
 
 SEARCHED = "zb-search"
+_MOST_CELLS = 4_000_000
 
 
 def find_schedule(name: str, num_ranks: int | None, num_micro: int | None, chunks: int | None) -> Schedule:
@@ -25,7 +27,7 @@ def find_schedule(name: str, num_ranks: int | None, num_micro: int | None, chunk
     Raises PlanError if there is neither, if a size is missing, or if a file is for another size. Raises ScheduleError
     if the file's schedule is invalid.
     """
-    if name not in FAMILIES and Path(name).is_file():
+    if name not in FAMILIES and Path(name).exists():
         return _read(Path(name), {"--stages": num_ranks, "--micro": num_micro, "--chunks": chunks})
     try:
         find_family(name)
@@ -34,6 +36,11 @@ def find_schedule(name: str, num_ranks: int | None, num_micro: int | None, chunk
     if num_ranks is None or num_micro is None:
         lacking = " and ".join(key for key, value in (("--stages", num_ranks), ("--micro", num_micro)) if value is None)
         raise PlanError(f"the schedule {name} is of any size: give {lacking}, like --stages 4 --micro 8")
+    if (cells := num_ranks * (num_ranks + num_micro)) > _MOST_CELLS:
+        raise PlanError(
+            f"--stages {num_ranks} --micro {num_micro}: the picture has a row for each rank and a column for each time,"
+            f" {cells:,} cells or more; take fewer, with {_MOST_CELLS:,} cells at most"
+        )
     return make_schedule(name, num_ranks, num_micro, chunks)
 
 
@@ -55,7 +62,7 @@ def search_schedule(num_ranks: int | None, num_micro: int | None, costs: Path | 
 
 def _read(path: Path, asked: dict[str, int | None]) -> Schedule:
     try:
-        schedule = Schedule.parse(path.read_text())
+        schedule = Schedule.parse(read_bounded(path, TABLES))
         check_schedule(schedule)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
@@ -71,7 +78,7 @@ def _read(path: Path, asked: dict[str, int | None]) -> Schedule:
 def save_schedule(path: Path, schedule: Schedule) -> None:
     """Write a schedule as a file that a plan can name. Raises PlanError if it cannot be written."""
     try:
-        path.write_text(f"{schedule}\n")
+        path.write_text(f"{schedule}\n", encoding="utf-8")
     except OSError as error:
         raise PlanError(f"cannot write the schedule {str(path)!r}: {error.strerror}") from None
 

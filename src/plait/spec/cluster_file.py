@@ -31,6 +31,7 @@ from plait.spec.cluster import (
     HostSpec,
     LinkSpec,
 )
+from plait.spec.text_files import SETTINGS, read_bounded
 from plait.spec.toml_text import parse_toml
 
 _DATASHEET = "the data sheet of the device"
@@ -151,13 +152,14 @@ def cluster_of_device(kind: str, device_name: str, num_devices: int) -> Cluster:
 
 @functools.cache
 def _shipped(name: str) -> Cluster:
-    return parse_cluster((files("plait.spec") / "clusters" / f"{name}.toml").read_text(), f"{name}.toml", name)
+    text = (files("plait.spec") / "clusters" / f"{name}.toml").read_text(encoding="utf-8")
+    return parse_cluster(text, f"{name}.toml", name)
 
 
 def read_cluster(path: Path) -> Cluster:
     """The cluster in a file. Raises ConfigError as `find_cluster` does."""
     try:
-        return parse_cluster(path.read_text(), str(path), path.stem)
+        return parse_cluster(read_bounded(path, SETTINGS), str(path), path.stem)
     except FileNotFoundError:
         raise ConfigError(f"there is no cluster file {str(path)!r} (looked for {path.absolute()})") from None
     except (OSError, UnicodeDecodeError) as error:

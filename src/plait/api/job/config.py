@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from plait.errors import ConfigError
+from plait.spec.text_files import SETTINGS, read_bounded
 from plait.spec.toml_text import parse_toml
 
 
@@ -75,7 +76,7 @@ class TrainSection(Section):
     steps: int = Field(default=1000, ge=1)
     batch_size: int = Field(default=8, ge=1)
     clip_norm: float | None = Field(default=None, gt=0)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     save_every: int = Field(default=0, ge=0)
     keep: int = Field(default=2, ge=1)  # checkpoints to keep
     checkpoints: str | None = Field(default=None, min_length=1)  # a folder or a URL; by default a folder in `out`
@@ -105,7 +106,7 @@ def load_config(path: str | Path, changes: Sequence[str] = ()) -> Config:
     """Read a file and apply changes like `train.steps=10`. ConfigError names file, key, value and remedy."""
     path = Path(path)
     try:
-        raw = parse_toml(path.read_text())
+        raw = parse_toml(read_bounded(path, SETTINGS))
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {str(path)!r} (looked for {path.absolute()})") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -117,7 +118,7 @@ def load_config(path: str | Path, changes: Sequence[str] = ()) -> Config:
             f"{path} has no tables; a job has [model], [data], [optimizer] or [train], as examples/bytes_gpt.toml has,"
             " and one that has [train] alone has the defaults of docs/job.md"
         )
-    set_here = {_change(raw, change) for change in changes}
+    set_here = {name for change in changes for name in _change(raw, change)}
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
@@ -125,14 +126,17 @@ def load_config(path: str | Path, changes: Sequence[str] = ()) -> Config:
         raise ConfigError("\n".join(lines)) from None
 
 
-def _change(raw: dict[str, Any], change: str) -> str:
-    """Apply `key.path=value` to the raw tables, which are changed. Returns the key path."""
+def _change(raw: dict[str, Any], change: str) -> list[str]:
+    """Apply `key.path=value` to the raw tables, which are changed. Returns the path of the key, and of each table that
+    it has made."""
     name, equals, text = change.partition("=")
     *tables, key = (part.strip() for part in name.split("."))
     if not equals or not tables or not key:
         raise ConfigError(f"cannot read --set {change!r}; write it as --set train.steps=10")
-    node = raw
-    for table in tables:
+    node, made = raw, []
+    for i, table in enumerate(tables):
+        if table not in node:
+            made.append(".".join(tables[: i + 1]))
         node = node.setdefault(table, {})
         if not isinstance(node, dict):
             raise ConfigError(f"--set {change!r}: {table} is a value, not a table")
@@ -140,7 +144,7 @@ def _change(raw: dict[str, Any], change: str) -> str:
         node[key] = parse_toml(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         node[key] = text  # a bare word is a string
-    return ".".join([*tables, key])
+    return [*made, ".".join([*tables, key])]
 
 
 _TYPES = {

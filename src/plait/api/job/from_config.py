@@ -406,7 +406,13 @@ def _on_meta(config: Config) -> nn.Module:
 
 def _check_out(config: Config, plan: Plan, resume: Resume) -> None:
     out, folder = Path(config.train.out), checkpoint_folder(config)
-    there = next((place for place in (out, *out.parents) if place.exists()), out)
+    try:
+        if "\0" in str(out):
+            raise ValueError("embedded null byte")
+        there = next((place for place in (out, *out.parents) if place.exists()), out)
+    except (OSError, ValueError) as error:  # such as a name that is too long
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"train.out = {config.train.out!r} cannot be a folder: {why}; name another") from None
     if not there.is_dir():
         what = "is a file" if there == out else f"lies below {there}, which is a file"
         raise ConfigError(f"train.out = {config.train.out!r} {what}; name a folder")

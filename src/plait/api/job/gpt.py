@@ -40,7 +40,7 @@ def python_text() -> bytes:
         inside[:] = sorted(set(inside) - _SKIPPED)
         for name in sorted(files):
             if name.endswith(".py"):
-                found = _DOCSTRING.findall((Path(folder) / name).read_text(errors="replace"))
+                found = _DOCSTRING.findall((Path(folder) / name).read_text(encoding="utf-8", errors="replace"))
                 parts += [inspect.cleandoc(text) for text in found if len(text) > _SHORT]
     if not parts:
         raise DataError(f"Python's library at {root} has no text; give a text file or folder as data.source instead")
@@ -205,7 +205,7 @@ def sample_text(model: BytesGPT, prompt: str, length: int, temperature: float, s
     was_training = model.training
     model.eval()
     generator = torch.Generator().manual_seed(seed)
-    symbols = list(prompt.encode()) or [ord("\n")]
+    symbols = list(prompt.encode(errors="surrogateescape")) or [ord("\n")]
     for _ in range(length):
         logits = model(torch.tensor([symbols[-model.sequence :]]))[0, -1].float()
         chances = torch.softmax(logits / temperature, dim=0)

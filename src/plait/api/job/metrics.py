@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from plait.cost.noise_scale import NoiseSample, NoiseScale, noise_scale
 from plait.errors import DataError
+from plait.spec.text_files import open_in_run
 
 METRICS = "metrics.jsonl"
 
@@ -50,7 +51,7 @@ class MetricsLog:
         self._first = {"plan": plan} if plan else {}
         self.path = folder / METRICS
         kept = _lines_before(self.path, first_step)
-        self._file = open(self.path, "w", buffering=1)  # noqa: SIM115  (closed by `close`)
+        self._file = open_in_run(self.path)  # closed by `close`
         self._file.writelines(kept)
         self._tensorboard: Any = None
         if tensorboard:
@@ -91,7 +92,7 @@ def read_steps(path: Path) -> list[dict[str, object]]:
     """
     found = []
     try:
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     for text in lines:
@@ -135,13 +136,24 @@ def _lines_before(path: Path, step: int) -> list[str]:
     if step <= 1 or not path.exists():
         return []
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             if json.loads(line)["step"] < step:
                 kept.append(line + "\n")
         except (ValueError, KeyError):  # the last line of a run that was killed
             continue
     return kept
+
+
+def printable(text: str) -> str:
+    r"""The text with what a terminal would obey, such as escape sequences, written as Python writes it.
+
+    >>> printable("a\x1b[2J\0b")
+    'a\\x1b[2J\\x00b'
+    """
+    return "".join(
+        each if each in "\n\t" or each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
 
 
 def _rounded(value: object) -> Any:
@@ -181,7 +193,7 @@ class Reporter:
     """Shows a job's progress, on rank 0 only. Of the job's `steps`, `done` were taken before it resumed."""
 
     def __init__(self, steps: int, done: int) -> None:
-        self.console = Console(highlight=False)
+        self.console = Console(highlight=False, emoji=False)
         self._steps = steps
         self._recent: deque[tuple[int, int, float]] = deque(maxlen=20)  # steps, tokens and seconds of the last calls
         self._done = done

@@ -33,6 +33,7 @@ from plait.errors import DataError, PlanError
 from plait.plan.plan import Plan
 from plait.plan.plan_space import Limits, batches_of, memory_of
 from plait.spec.cluster import Cluster
+from plait.spec.text_files import SETTINGS, read_bounded
 
 if TYPE_CHECKING:
     from plait.api.plan_model import ModelEvaluator  # needs torch, and a [shape] does not
@@ -106,7 +107,7 @@ def _simulate_job(config: Config, plan: Plan, cluster: Cluster) -> StepPredictio
 def _shape_file(path: Path) -> dict[str, object] | None:
     """The tables of a file with a [shape]; None for others, whose mistakes `load_config` names."""
     try:
-        raw = parse_toml(path.read_text())
+        raw = parse_toml(read_bounded(path, SETTINGS))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return None
     return raw if "shape" in raw else None

@@ -70,7 +70,7 @@ def run_served(config: Config, plan: Plan, resume: Resume = ANEW) -> Outcome:
             raise
         finally:
             running.close()
-    return Outcome(end.step, end.loss, end.stopped)
+    return Outcome(end.step, end.loss, end.stopped, vote.number)
 
 
 def served_job(config: Config, plan: Plan, resume: Resume = ANEW) -> Job:
@@ -139,7 +139,7 @@ def _resize(running: RunSupervisor, wanted: Path) -> str:
     Returns a message for the user if the file holds no number.
     """
     try:
-        text = wanted.read_text()
+        text = wanted.read_text(encoding="utf-8")
     except OSError:
         return ""
     wanted.unlink()

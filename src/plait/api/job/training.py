@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from dataclasses import dataclass
 from itertools import islice
@@ -27,7 +28,7 @@ from plait.api.job.from_config import (
     scheduler_factory,
 )
 from plait.api.job.gpt import BytesGPT, sample_text
-from plait.api.job.metrics import MetricsLog, Reporter, compile_progress
+from plait.api.job.metrics import MetricsLog, Reporter, compile_progress, printable
 from plait.api.trainer import StepEnd, Trainer
 from plait.backends.choose import compile_report
 from plait.comm.failure import guard
@@ -41,15 +42,18 @@ from plait.engine.data.loader import Loader
 from plait.engine.local_batch import num_tokens
 from plait.plan.plan import Plan
 from plait.schedule.sync_rounds import SyncRounds
+from plait.spec.text_files import open_in_run
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a job: its last step, the loss of that step, and whether it was stopped before all steps were done."""
+    """The end of a job: its last step, the loss of that step, whether it was stopped before all steps were done, and by
+    which signal."""
 
     step: int
     loss: float
     stopped: bool
+    signal: int = signal.SIGINT
 
 
 def run_job(config: Config, plan: Plan, resume: Resume = ANEW, trace: bool = False) -> Outcome:
@@ -168,7 +172,7 @@ class _Job:
                 else:
                     self._save(loader)
                     self._say(f"stopped after step {trainer.step_number}; --resume goes on from there")
-                return Outcome(trainer.step_number, loss, stopped=True)
+                return Outcome(trainer.step_number, loss, stopped=True, signal=vote.number)
             start = time.perf_counter()
             with trainer.span("data", "next"):
                 batch = next(batches)
@@ -201,18 +205,21 @@ class _Job:
             if last:
                 trainer.agree()
             if self.data.held_out is not None and train.evaluate_every and (last or step % train.evaluate_every == 0):
-                values |= self._evaluate()
+                with vote.pausing():
+                    values |= self._evaluate()
             if self.log is not None and self.reporter is not None:
                 self.log.write(values)
                 self.reporter.step(step, loss, tokens, seconds)
                 if "held_out_loss" in values:
                     self.reporter.say(f"step {step}  held-out loss {values['held_out_loss']:.3f}")
             if train.save_every and step % train.save_every == 0:
-                self._save(loader, wait=last)
+                with vote.pausing():
+                    self._save(loader, wait=last)
                 saved_at = step
-        if saved_at != trainer.step_number:
-            self._save(loader)
-        self._finish()
+        with vote.pausing():
+            if saved_at != trainer.step_number:
+                self._save(loader)
+            self._finish()
         return Outcome(trainer.step_number, loss, stopped=False)
 
     def _loader(self, dataset: Any, shuffle: bool, ahead: bool = True) -> Loader:
@@ -263,8 +270,9 @@ class _Job:
         assert isinstance(model, BytesGPT)
         model.load_state_dict(weights)
         text = sample_text(model, section.prompt, section.length, section.temperature, self.config.train.seed)
-        (Path(self.config.train.out) / "sample.txt").write_text(text)
-        self._say(f"a sample of what it learned:\n{text}")
+        with open_in_run(Path(self.config.train.out) / "sample.txt") as file:
+            file.write(text)
+        self._say(f"a sample of what it learned:\n{printable(text)}")
 
     def _say(self, text: str) -> None:
         if self.reporter is not None:

@@ -44,7 +44,9 @@ def _complaint(program: str) -> str:
     """Why a C++ compiler does not compile a small program; empty if it does."""
     try:
         command = [program, "-x", "c++", "-fsyntax-only", "-"]
-        run = subprocess.run(command, input=_PROGRAM, capture_output=True, text=True, check=False)
+        run = subprocess.run(
+            command, input=_PROGRAM, capture_output=True, encoding="utf-8", errors="replace", check=False
+        )
     except OSError as error:
         return f"{program} does not start: {error}"
     said = next((line.strip() for line in run.stderr.splitlines() if line.strip()), f"status {run.returncode}")

@@ -26,6 +26,7 @@ from plait.schedule.transfers import add_transfers, add_updates
 from plait.spec.cluster import Cluster
 from plait.spec.layout import Layout, Only, Placement
 from plait.spec.schedule import FORWARD, WEIGHT, Action, Schedule
+from plait.spec.text_files import TABLES, read_bounded
 
 aten = torch.ops.aten
 
@@ -96,11 +97,10 @@ def _named(plan: Plan) -> Schedule:
 
 def _from_file(path: str) -> Schedule:
     try:
-        return Schedule.parse(Path(path).read_text())
-    except OSError as error:
-        raise PlanError(
-            f"schedule={path}: cannot read the file: {error.strerror}; give the path of a schedule"
-        ) from None
+        return Schedule.parse(read_bounded(Path(path), TABLES))
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error.reason
+        raise PlanError(f"schedule={path}: cannot read the file: {why}; give the path of a schedule") from None
 
 
 def _micro(action: Action) -> int:

@@ -61,7 +61,7 @@ def _children(pid: int) -> list[int]:
     found = []
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", encoding="utf-8") as file:
                 found += [int(word) for word in file.read().split()]
     return found
 
@@ -74,7 +74,7 @@ def _began(pid: int) -> str:
 def _stat(pid: int) -> tuple[str, str]:
     """The name and the start time of a process; both empty if it does not exist."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             head, _, rest = file.read().rpartition(")")
     except OSError:
         return "", ""

@@ -12,6 +12,7 @@ from typing import Any
 
 from plait.integrations.ray_servers.messages import Note
 from plait.schedule.consistency import Commit
+from plait.spec.text_files import open_in_run
 
 EVENTS = "events.jsonl"
 
@@ -22,7 +23,7 @@ class RunMetrics:
 
     def __init__(self, out: str, log: Any) -> None:
         self._log = log
-        self._events = open(Path(out) / EVENTS, "a", buffering=1)  # noqa: SIM115  (closed by `close`)
+        self._events = open_in_run(Path(out) / EVENTS, "a")  # closed by `close`
         self.messages: list[str] = []  # to be shown to the user; emptied when read
         self.tokens = 0
         self.loss = float("nan")
@@ -118,14 +119,15 @@ class Journal:
         reported so far."""
         if (text := json.dumps({"job": self._job, "members": members, "unused": unused})) != self._written:
             new = self._path.with_suffix(".new")
-            new.write_text(text)
+            with open_in_run(new) as file:
+                file.write(text)
             new.replace(self._path)
             self._written = text
 
     def read(self) -> tuple[list[int], list[int]] | None:
         """The (members, unused) last written; None if the file has nothing of this run."""
         try:
-            found = json.loads(self._path.read_text())
+            found = json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
         return (found["members"], found["unused"]) if found["job"] == self._job else None

@@ -48,17 +48,28 @@ FAMILIES: dict[str, ScheduleFamily] = {
 }
 
 
+_MOST_PAIRS = 500_000  # of a stage and a microbatch, whose actions take a minute
+
+
 def make_schedule(name: str, num_ranks: int, num_micro: int, chunks: int | None = None) -> Schedule:
     """The schedule `name` for `num_ranks` ranks and `num_micro` microbatches.
 
     `chunks` is the number of stages on each rank; None is the schedule's default. Raises PlanError, with near matches,
-    for an unknown name, and for a number of chunks that the schedule does not have.
+    for an unknown name, for a number of chunks that the schedule does not have, and for too many actions.
     """
     family = find_family(name)
     if num_ranks < 1 or num_micro < 1:
         raise PlanError(f"{num_ranks} ranks and {num_micro} microbatches: a schedule needs 1 or more of each")
     if chunks is None:
         chunks = family.chunks
+    if (pairs := num_ranks * chunks * num_micro) > _MOST_PAIRS:
+        raise PlanError(
+            Refusal(
+                f"{num_ranks * chunks:,} stages and {num_micro:,} microbatches",
+                f"a schedule has an action for each pair of them, which are {pairs:,}",
+                f"take fewer, with {_MOST_PAIRS:,} pairs at most",
+            )
+        )
     if family.any_chunks and chunks >= 1:
         return family.make(num_ranks, num_micro, chunks)
     if chunks != family.chunks:

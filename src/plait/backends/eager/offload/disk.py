@@ -64,7 +64,7 @@ def _default() -> Path:
 def _file_system(folder: Path) -> str:
     """The type of the file system that holds the folder; '' if the system does not tell."""
     try:
-        lines = Path("/proc/self/mounts").read_text().splitlines()
+        lines = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
     where = folder.resolve()
