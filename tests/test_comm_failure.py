@@ -107,6 +107,15 @@ def test_one_exception_is_shown_once(shared: bool, tmp_path: Path) -> None:
     assert complaints.count("Traceback") == 1
 
 
+def test_ranks_end_with_the_status_of_the_error(tmp_path: Path) -> None:
+    raises = (
+        "from plait.errors import CheckpointError; error = CheckpointError('in use'); error.status = 2; raise error"
+    )
+    results = [rank.outcome() for rank in processes(tmp_path, raises, 2)]
+    assert [status for status, _, _ in results] == [2, 2], results
+    assert "".join(text for _, _, text in results).count("in use") == 1
+
+
 def test_killed_rank_ends_the_others(tmp_path: Path) -> None:
     ranks = processes(tmp_path, _STUCK.format(act="pass"), 3)
     for rank in ranks:

@@ -120,3 +120,20 @@ def test_training_under_the_plan_that_is_found(job: Path, tmp_path: Path, monkey
     bad = CliRunner().invoke(app, [*command, "auto tensr=2"])
     assert bad.exit_code == 2
     assert "'tensr' is not searched" in bad.stderr
+
+
+def test_without_a_folder_to_keep_it_in_a_measurement_is_of_one_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = _measured(tmp_path, socket.gethostname()).read_text()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
+    paths = []
+
+    def measure(num: int, path: Path) -> None:
+        paths.append(path)
+        path.write_text(text)
+
+    monkeypatch.setattr(here, "_measure", measure)
+    assert this_machine(2).num_devices == 2 and not paths[0].exists()
+    assert "cannot be made: Not a directory; set XDG_CACHE_HOME" in capsys.readouterr().err

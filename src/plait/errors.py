@@ -21,6 +21,8 @@ class Refusal:
 class PlaitError(Exception):
     """Base of every error that plait raises on purpose."""
 
+    status: int = 1  # of a rank's process that it ends; 2 of a job that is refused before its first step
+
 
 class PlanError(PlaitError, ValueError):
     """A plan that cannot be read, or that does not fit the model, the batch or the number of processes.

@@ -67,7 +67,7 @@ def guard(world: World) -> Iterator[None]:
     """A context manager around everything that a rank does with its world.
 
     If ranks are processes, the first exception on any rank ends all of them: it is printed once, with its rank, and all
-    ranks exit with status 1. In a world of one process the exception propagates.
+    ranks exit with its status. In a world of one process the exception propagates.
     """
     if world.mesh.size == 1 or isinstance(world.store, LocalStore):
         yield
@@ -81,7 +81,7 @@ def guard(world: World) -> Iterator[None]:
             raise
         _report(world.store, world.rank, error)
         world.abort()  # type: ignore[attr-defined]  # of ranks that are processes
-        _exit()
+        _exit(error.status if isinstance(error, PlaitError) else 1)
     else:
         _finish(world)
     finally:
@@ -165,7 +165,7 @@ def _finish(world: World) -> None:
         return
 
 
-def _exit() -> NoReturn:
+def _exit(status: int = 1) -> NoReturn:
     """Exit at once: threads of a broken process group must not keep the process alive."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -173,4 +173,4 @@ def _exit() -> NoReturn:
             stream.flush()
         except (OSError, ValueError):
             continue
-    os._exit(1)
+    os._exit(status)

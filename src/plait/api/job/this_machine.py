@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,6 +37,12 @@ def this_machine(num_devices: int | None = None) -> Cluster:
 
     num = num_devices or default_processes()
     path = measured_file(num)
+    if why := _cannot_keep(path):
+        _say(f"this machine is measured, in less than two minutes, each time: {why}; set XDG_CACHE_HOME")
+        with tempfile.TemporaryDirectory() as folder:
+            once = Path(folder) / path.name
+            _measure(num, once)
+            return read_cluster(once)
     if path.exists():
         try:
             found = read_cluster(path)
@@ -70,17 +77,22 @@ def stale(found: Cluster, num_devices: int) -> str:
     return ""
 
 
+def _cannot_keep(path: Path) -> str:
+    """Why a measurement that is not there yet cannot be kept at `path`; "" if it can, or is there."""
+    try:
+        if path.exists():
+            return ""
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"the folder {str(path.parent)!r} cannot be made: {error.strerror}"
+    return "" if os.access(path.parent, os.W_OK) else f"the folder {str(path.parent)!r} cannot be written"
+
+
 def _measure(num: int, path: Path) -> None:
     if under_launcher():
         raise ConfigError(
             f"this machine is not measured, and a rank cannot do it; run `plait cluster measure --out {path}` first"
         )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make the folder {str(path.parent)!r}: {error.strerror}; set XDG_CACHE_HOME"
-        ) from None
     status = launch(["-m", "plait", "cluster", "measure", "--processes", str(num), "--out", str(path)], num, {})
     if status or not path.exists():
         raise ConfigError("this machine could not be measured; what went wrong is above, or give --cluster")

@@ -40,6 +40,7 @@ from plait.engine.checkpoint.storage import folder_of
 from plait.engine.checkpoint.write import clean
 from plait.engine.data.loader import Loader
 from plait.engine.local_batch import num_tokens
+from plait.errors import CheckpointError
 from plait.plan.plan import Plan
 from plait.schedule.sync_rounds import SyncRounds
 from plait.spec.text_files import open_in_run
@@ -131,7 +132,11 @@ class _Job:
         with compile_progress() if trainer.world.rank == 0 else contextlib.nullcontext():
             trainer.prepare(next(iter(self._loader(self.data.train, shuffle=True, ahead=False))))
         begins = Barrier(trainer.world)
-        place = begins.on_first_rank("resume", lambda: self._prepare_folder(resume))
+        try:
+            place = begins.on_first_rank("resume", lambda: self._prepare_folder(resume))
+        except CheckpointError as error:  # such as a folder that another run has taken since the job was checked
+            error.status = 2
+            raise
         if place:
             loader.load_state_dict(trainer.load(place).get("data", {}))
         first = trainer.step_number
