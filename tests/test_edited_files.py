@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -17,10 +18,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.optim import lr_scheduler
 
 import plait
 from plait.engine.checkpoint.checkpoint_folders import newest
 from plait.engine.checkpoint.manifest import Manifest
+from plait.engine.checkpoint.plain_values import check_scheduler
 from plait.engine.checkpoint.storage import folder_of
 from plait.errors import CheckpointError, DataError
 from plait.report.checkpoint_text import describe_checkpoint, verify_checkpoints
@@ -116,6 +119,19 @@ EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda b: b["values"]["common"].update(extra={"$": "tensor", "name": "model/no"}), "no such tensor"),
     "no groups": (lambda b: b["values"]["common"].pop("groups"), "values.common: groups|groups: Field required"),
     "a rate as text": (lambda b: b["values"]["common"]["groups"][0].update(lr="0.1"), "the state has lr = '0.1'"),
+    "a flag as a number": (
+        lambda b: b["values"]["common"]["groups"][0].update(amsgrad=1), "values.common.groups.0.amsgrad: the state"),
+    "a flag that is no number": (
+        lambda b: b["values"]["common"]["groups"][0].update(differentiable=float("nan")), "groups.0.differentiable"),
+    "a rate that is none": (lambda b: b["values"]["common"]["groups"][0].update(lr=None), "groups.0.lr"),
+    "a huge rate": (lambda b: b["values"]["common"]["groups"][0].update(lr=10**30), "groups.0.lr"),
+    "rates of a scheduler": (
+        lambda b: b["values"]["common"]["scheduler"].update(base_lrs=[[]]), "values.common.scheduler.base_lrs cannot"),
+    "too few rates": (lambda b: b["values"]["common"]["scheduler"].update(base_lrs=[]), "scheduler.base_lrs"),
+    "an epoch": (lambda b: b["values"]["common"]["scheduler"].update(last_epoch="x"), "scheduler.last_epoch"),
+    "a count": (lambda b: b["values"]["common"]["scheduler"].update(_step_count=None), "scheduler._step_count"),
+    "a step of zero": (lambda b: b["values"]["common"]["scheduler"].update(step_size=0), "StepLR fails: ZeroDivision"),
+    "a method": (lambda b: b["values"]["common"]["scheduler"].update(step=3), "scheduler.step cannot be taken over"),
     "a scheduler": (lambda b: b["values"]["common"].update(scheduler=[1]), "common.scheduler cannot be taken over"),
     "random numbers": (lambda b: b["values"]["own"].update({"random/0": 3}), "own.random/0 cannot be taken over"),
 }  # fmt: skip
@@ -347,6 +363,12 @@ def test_links_in_a_checkpoint_are_not_followed(trainer: plait.Trainer, good: Pa
     part.rename(tmp_path / "part")
     part.symlink_to(tmp_path / "part")
     assert f"{part.name} (crc32" in refused(trainer, folder)
+    assert "is a link, which is not followed" in refused(trainer, folder)
+    part.unlink()
+    os.mkfifo(part)
+    assert "is a FIFO" in refused(trainer, folder)
+    part.unlink()
+    assert "is missing" in refused(trainer, folder)
     (folder / "manifest.json").rename(tmp_path / "manifest")
     (folder / "manifest.json").symlink_to(tmp_path / "manifest")
     refused(trainer, folder)
@@ -373,3 +395,54 @@ def test_a_seed_that_is_none_is_another_one(seed: Any) -> None:
     loader = plait.loader(torch.utils.data.TensorDataset(torch.ones(8, 2)), batch_size=2)
     with pytest.raises(DataError, match="the data is not that of the saved run: seed was"):
         loader.load_state_dict(loader.state_dict() | {"seed": seed})
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda i: [1.0, 0.9, 0.8, 0.7, 0.6, 0.5][i]),  # which ends
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4]),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=5),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [3]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_takes_over_its_own_state_of_any_step(name: str) -> None:
+    def after(num: int) -> Any:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+        scheduler = SCHEDULERS[name](optimizer)
+        for _ in range(num):
+            optimizer.step()
+            scheduler.step()
+        return scheduler
+
+    for one, other in itertools.product((0, 1, 5), repeat=2):
+        scheduler, saved = after(one), after(other).state_dict()
+        before = copy.deepcopy(scheduler.state_dict())
+        check_scheduler(scheduler, saved)
+        assert scheduler.state_dict() == before
+
+
+class Best:
+    """A scheduler of the user's, which has no number before its first step."""
+
+    def __init__(self) -> None:
+        self.best: float | None = None
+        self.seen: list[float] = []
+
+    def step(self) -> None:
+        self.best = 0.5
+        self.seen.append(0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def test_a_scheduler_of_the_users_may_have_no_number_yet() -> None:
+    new, old = Best(), Best()
+    old.step()
+    check_scheduler(new, old.state_dict())
+    check_scheduler(old, new.state_dict())

@@ -135,7 +135,9 @@ def _check_file(folder: Folder, name: str, entry: FileEntry) -> None:
     size = folder.size(name)
     if size == entry.bytes:
         return
-    what = "is missing" if size is None else f"has {size} bytes, not {entry.bytes}"
+    what = f"has {size} bytes, not {entry.bytes}"
+    if size is None:
+        what = f"is {other}" if (other := folder.in_place_of(name)) else "is missing"
     raise CheckpointError(f"the checkpoint {folder} is damaged: {name} (crc32 {entry.crc32:08x}) {what}")
 
 

@@ -34,6 +34,7 @@ from plait.engine.checkpoint.manifest import (
     saved_model,
     saved_state,
 )
+from plait.engine.checkpoint.plain_values import check_groups, check_scheduler
 from plait.engine.checkpoint.snapshot import (
     expected_state,
     persistent_buffers,
@@ -168,10 +169,22 @@ class _Load:
         check_model(what, saved_model(manifest), _shapes(run))
         expected = {name: set(keys) for name, keys in expected_state(run).items()}
         check_optimizer(what, manifest, title_of(optimizer), expected, len(optimizer.param_groups))
+        self._check_plain(optimizer)
         self._names = {id(p): name for name, p in run.held.parameters.items()}
         self._saved = saved_state(manifest)
         self._parts = self._state_parts()
         self._average = _saved_average(run, manifest)
+
+    def _check_plain(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare the options of groups and the scheduler's state with the live ones: the values of tensors among them
+        are not read yet, their shapes are known."""
+        scheduler = self._run.scheduler
+        try:
+            check_groups(optimizer.param_groups, decode(self._common["groups"], self._small.__getitem__))
+            if scheduler is not None and self._common["scheduler"] is not None:
+                check_scheduler(scheduler, decode(self._common["scheduler"], self._small.__getitem__))
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._source.folder}/{NAME}: values.common.{error}") from None
 
     def check_files(self) -> None:
         """Verify the checksums of the bytes that this rank will read."""

@@ -10,13 +10,13 @@ engine/checkpoint/saved_state.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from numbers import Number
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from plait.engine.checkpoint.plain_values import IMPLEMENTATION, check_groups, check_scheduler
 from plait.engine.executor import ModelParts
 from plait.engine.local_tensors import gather_whole
 from plait.engine.optimizer_trials import kept_of, parameters_of, state_layouts
@@ -24,9 +24,6 @@ from plait.engine.train_state import TrainState
 from plait.errors import CheckpointError
 from plait.optim.combined import own_values, set_own_values
 from plait.spec.layout import Layout, Only
-
-# Options of a parameter group that choose an implementation, which depends on plan and device.
-_IMPLEMENTATION = ("foreach", "fused", "capturable")
 
 _layouts: WeakKeyDictionary[torch.optim.Optimizer, dict[str, dict[str, Layout | None]]] = WeakKeyDictionary()
 
@@ -67,6 +64,10 @@ def restore(run: TrainState, state: Mapping[str, Any]) -> None:
     held, world = run.held, run.world
     model = state["model"]
     check_model(held, model)
+    if "optimizer" in state and run.optimizer is not None:
+        check_groups(run.optimizer.param_groups, state["optimizer"]["groups"])
+    if run.scheduler is not None and "scheduler" in state:
+        check_scheduler(run.scheduler, state["scheduler"])
     for name, layout in held.layouts.items():
         local = from_boundary(model[name], layout, world)
         if name in held.parameters:
@@ -208,31 +209,15 @@ def set_group_options(run: TrainState, saved: Sequence[Mapping[str, object]]) ->
     Raises CheckpointError for another number of groups, or for an option of another kind.
     """
     assert run.optimizer is not None
-    if len(saved) != len(run.optimizer.param_groups):
-        raise CheckpointError(
-            f"the state has {len(saved)} parameter groups and this optimizer {len(run.optimizer.param_groups)}"
-        )
+    check_groups(run.optimizer.param_groups, saved)
     for group, options in zip(run.optimizer.param_groups, saved, strict=True):
         for key, value in options.items():
-            if key == "params" or key in _IMPLEMENTATION:
+            if key == "params" or key in IMPLEMENTATION:
                 continue
-            if not _same_kind(value, group.get(key)):
-                raise CheckpointError(f"the state has {key} = {value!r:.80} and this optimizer {group.get(key)!r:.80}")
             if torch.is_tensor(value) and torch.is_tensor(group.get(key)):
                 group[key].copy_(value)
             else:
                 group[key] = value
-
-
-def _same_kind(saved: object, here: object) -> bool:
-    """Whether a saved option is of the same kind as the current one: a number for a number, a pair for a pair."""
-    if saved is None or here is None:
-        return True
-    if isinstance(saved, Number) or (torch.is_tensor(saved) and saved.numel() == 1):
-        return isinstance(here, Number) or (torch.is_tensor(here) and here.numel() == 1)
-    if isinstance(saved, (tuple, list)):
-        return isinstance(here, (tuple, list)) and len(saved) == len(here) and all(map(_same_kind, saved, here))
-    return type(saved) is type(here)
 
 
 def _own(value: object, parameter: nn.Parameter) -> Any:

@@ -63,6 +63,9 @@ class Folder(Protocol):
     def size(self, name: str) -> int | None:
         """The size of a file in bytes; None if it does not exist."""
 
+    def in_place_of(self, name: str) -> str:
+        """What there is in place of a file of this name, such as "a link"; empty for a file, and for nothing."""
+
     def read(self, name: str) -> bytes: ...
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> int:
@@ -139,6 +142,16 @@ class LocalFolder:
         except (FileNotFoundError, NotADirectoryError):
             return None
         return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def in_place_of(self, name: str) -> str:
+        try:
+            mode = os.stat(self.path / name, follow_symlinks=self._links).st_mode
+        except OSError:
+            return ""
+        if stat.S_ISREG(mode):
+            return ""
+        kinds = {stat.S_IFLNK: "a link, which is not followed", stat.S_IFIFO: "a FIFO", stat.S_IFDIR: "a folder"}
+        return kinds.get(stat.S_IFMT(mode), "no regular file")
 
     def read(self, name: str) -> bytes:
         with open(self._opened(name), "rb") as file:
@@ -286,6 +299,9 @@ class RemoteFolder:
             return int(self._system.size(f"{self._path}/{name}"))
         except (FileNotFoundError, TypeError):
             return None
+
+    def in_place_of(self, name: str) -> str:
+        return ""
 
     def read(self, name: str) -> bytes:
         if (self.size(name) or 0) > _LARGEST_TEXT:
