@@ -366,7 +366,7 @@ def test_a_model_of_ones_own() -> None:
 def test_a_budget_leaves_room_for_what_the_schedule_keeps(schedule: str, microbatches: int) -> None:
     """`microbatches`, of all layers, are kept at once on the fullest rank."""
     node, mebi = find_cluster("h100x2"), 2**20
-    evaluator = ModelEvaluator(torch.nn.Linear(1, 1), loss_fn, lambda _: {}, 16, node)
+    evaluator = ModelEvaluator(torch.nn.Linear(1, 1), loss_fn, lambda _: {"x": torch.zeros(1)}, 16, node)
     kept = PrecisionForms(1.0, 2.0, {NONE: 64 * mebi, FULL: 8 * mebi})  # bytes of a row
     evaluator._forms = ModelForms(
         node, 4, 1e6, StateBytes(4, 4, 8), 0.0, 0.0, 1.0, {"fp32": kept}, None, None, None, None

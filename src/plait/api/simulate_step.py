@@ -97,9 +97,9 @@ class Simulator:
     ) -> None:
         check_given(model, loss_fn, optimizer, clip_norm)
         check_arguments(cluster=cluster, layouts=layouts)
+        self.cluster = cluster if isinstance(cluster, Cluster) else find_cluster(cluster)
         if not num_rows(batch):
             raise BatchError("the batch has no rows: there is nothing to train on; give one with a row or more")
-        self.cluster = cluster if isinstance(cluster, Cluster) else find_cluster(cluster)
         self._model = model
         self._given = (loss_fn, batch, optimizer, layouts, built)
         self._estimators: dict[int, Estimator] = {}  # by the number of equal layers that are lowered; 0 for all

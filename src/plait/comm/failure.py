@@ -81,6 +81,8 @@ def guard(world: World) -> Iterator[None]:
             raise
         _report(world.store, world.rank, error)
         world.abort()  # type: ignore[attr-defined]  # of ranks that are processes
+        if world.rank == 0:  # which may keep the store: ranks that fail at the same moment look there who was first
+            time.sleep(_GRACE_SECONDS)
         _exit(error.status if isinstance(error, PlaitError) else 1)
     else:
         _finish(world)

@@ -150,10 +150,15 @@ def meet_in(folder: Path, parent: int) -> dict[str, str]:
     return {_FOLDER: str(folder), _LAUNCHER: str(parent)}
 
 
+_SIZES = range(1, 1 << 31)
+
+
 def rank_and_size() -> tuple[int, int]:
     """RANK and WORLD_SIZE of the environment; 0 and 1 where they are not set. Raises WorldError for values that cannot
     be."""
-    size = number_of("WORLD_SIZE", 1, range(1, 1 << 31))
+    size = number_of("WORLD_SIZE", 1, _SIZES)
+    if "WORLD_SIZE" not in os.environ:  # a plan says how many there are
+        return number_of("RANK", 0, range(_SIZES[-1])), size
     return number_of("RANK", 0, range(size), f"WORLD_SIZE={size} has ranks 0 to {size - 1}"), size
 
 
