@@ -147,6 +147,23 @@ REFUSED: dict[str, tuple[tuple[Any, Any, Any], str]] = {
 }  # fmt: skip
 
 
+class Knot:
+    """Refers to others that refer to it."""
+
+
+def _knots(m: Any) -> None:
+    m.state = None
+    m.knots = [Knot() for _ in range(12)]
+    for knot in m.knots:
+        knot.__dict__.update({f"to_{number}": other for number, other in enumerate(m.knots)})
+
+
+REFUSED["objects that refer to each other"] = (
+    (_knots, lambda m: 0, lambda m, new: setattr(m, "state", m.knots[0])),
+    "an object of Knot through which more than 262144 values are reached",
+)
+
+
 def make(state: tuple[Any, Any, Any]) -> nn.Module:
     torch.manual_seed(0)
     return Stateful(*state).double()

@@ -20,6 +20,7 @@ from plait.compile.capture.reachable import PLAIN, Reached, is_searched
 from plait.errors import CaptureError
 
 _DEEPEST = 6  # containers in containers, for tensors that a step leaves in them
+_MOST = 1 << 18  # values in one value
 
 
 def assigned(reached: Reached, outside: Outside, recorder: GraphRecorder) -> tuple[dict[str, Tensor], list[Effect]]:
@@ -76,14 +77,23 @@ def _refuse_shared(before: dict[str, Tensor], parts: dict[str, Tensor], reached:
             )
 
 
-def parts_of(place: str, value: object, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+def parts_of(place: str, value: object) -> Iterator[tuple[str, Tensor]]:
     """The tensors in a value, in its containers and in attributes of objects, with the places that `Reached` gives
-    them."""
-    if isinstance(value, Tensor):
-        yield place, value
-    elif depth < _DEEPEST:
-        for key, part in _inside(value):
-            yield from parts_of(f"{place}{key}", part, depth + 1)
+    them. Raises CaptureError for a value that holds too many others, as objects do that refer to each other."""
+    waiting: list[tuple[str, object, int]] = [(place, value, 0)]
+    num_seen = 0
+    while waiting:
+        at, one, depth = waiting.pop()
+        num_seen += 1
+        if num_seen > _MOST:
+            raise CaptureError(
+                f"the step assigns {place} an object of {type(value).__name__} through which more than {_MOST} values"
+                " are reached, so that the tensors among them cannot be found; keep tensors in buffers of the model"
+            )
+        if isinstance(one, Tensor):
+            yield at, one
+        elif depth < _DEEPEST:
+            waiting += reversed([(f"{at}{key}", part, depth + 1) for key, part in _inside(one)])
 
 
 def with_parts(value: Any, change: Callable[[Tensor], object], depth: int = 0) -> Any:
